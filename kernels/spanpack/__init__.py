@@ -1,0 +1,56 @@
+"""spanpack: many tensors of many requests, one launch, one copy, zero-copy views.
+
+`Packer.pack` gathers the rows that each request of a batch owns, from all tensors of a payload, into one contiguous
+buffer on the device, brings it to pinned host memory with one copy on a side stream, and hands out views. See
+`Packer`, `Batch` and `Placement`; `make_plan` and `Packer.run` are the layer below, without trees.
+"""
+
+from ._version import __version__
+from .batch import Batch
+from .columns import ColumnSpec
+from .errors import (
+    BatchError,
+    ClosedError,
+    DeviceError,
+    InputError,
+    LeafError,
+    PlacementError,
+    SpanpackError,
+    UnavailableError,
+)
+from .gather import gather_torch, gather_triton
+from .packed_tree import PackedTree
+from .packer import Packer
+from .placement import Placement, RowMap
+from .plan import Plan, make_plan
+from .signature import PlanCache
+from .snapshot import Snapshot
+from .stats import Stats
+from .tree import flatten, unflatten
+
+__all__ = [
+    "Batch",
+    "BatchError",
+    "ClosedError",
+    "ColumnSpec",
+    "DeviceError",
+    "InputError",
+    "LeafError",
+    "PackedTree",
+    "Packer",
+    "Placement",
+    "PlacementError",
+    "Plan",
+    "PlanCache",
+    "RowMap",
+    "Snapshot",
+    "SpanpackError",
+    "Stats",
+    "UnavailableError",
+    "__version__",
+    "flatten",
+    "gather_torch",
+    "gather_triton",
+    "make_plan",
+    "unflatten",
+]

@@ -1,0 +1,160 @@
+"""What the hot path asks of a device: streams as raw handles, events, copies.
+
+`TorchRuntime` does it with torch's own objects and works wherever torch does. `NativeRuntime` makes the same calls to
+the CUDA or HIP runtime library through `ctypes.PyDLL`: no stream context manager (9 us), and the GIL is kept, because
+none of the calls blocks and, beside busy threads, giving the GIL up and getting it back costs more than the call.
+Tests put a simulated device in their place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from .flight import Flight
+
+_DEVICE_TO_HOST, _HOST_TO_DEVICE = 2, 1  # cudaMemcpyKind; hipMemcpyKind has the same numbers
+
+
+class TorchRuntime:
+    """One CUDA or ROCm device and the stream for copies to the host.
+
+    Parameters
+    ----------
+    device
+        With its index.
+    copy_stream
+        By default a stream of its own.
+
+    Attributes
+    ----------
+    current_stream
+        Takes no arguments, returns the raw handle of this device's current stream.
+    """
+
+    def __init__(self, device: torch.device, copy_stream: torch.cuda.Stream | None = None) -> None:
+        self.device = device
+        self.copy_stream = copy_stream or torch.cuda.Stream(device)
+        self.current_stream: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, device.index)
+        self._streams = {0: torch.cuda.default_stream(device)}
+
+    def is_current(self) -> bool:
+        """Whether this device is the calling thread's current one."""
+        return bool(torch._C._cuda_getDevice() == self.device.index)
+
+    def make_event(self, *, blocking: bool) -> torch.cuda.Event:
+        """An event that has a handle: torch makes the handle when the event is first recorded, so record it once."""
+        event = torch.cuda.Event(blocking=blocking)
+        event.record(self.copy_stream)
+        return event
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Uninitialised device bytes, not reused after they are freed before the copy stream has read them."""
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        buffer.record_stream(self.copy_stream)
+        return buffer
+
+    def bring_home(self, flight: Flight, destination: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy to the host on the copy stream, behind the producing stream's work; records the flight's events."""
+        self.record(flight.packed, stream)
+        self.copy_stream.wait_event(flight.packed)
+        with torch.cuda.stream(self.copy_stream):
+            _host_bytes(destination, nbytes).copy_(self._device_bytes(source, nbytes), non_blocking=True)
+        flight.landed.record(self.copy_stream)
+
+    def upload(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy pinned host memory to the device in the order of `stream`."""
+        with torch.cuda.stream(self._stream(stream)):
+            self._device_bytes(destination, nbytes).copy_(_host_bytes(source, nbytes), non_blocking=True)
+
+    def record(self, event: torch.cuda.Event, stream: int) -> None:
+        """Record an event on a stream."""
+        event.record(self._stream(stream))
+
+    def stream_wait(self, stream: int, event: torch.cuda.Event) -> None:
+        """Let later work on `stream` wait for an event; the host does not."""
+        self._stream(stream).wait_event(event)
+
+    def synchronize(self) -> None:
+        """Wait for every copy to the host."""
+        self.copy_stream.synchronize()
+
+    def _stream(self, handle: int) -> torch.cuda.Stream:
+        stream = self._streams.get(handle)
+        if stream is None:
+            stream = self._streams[handle] = torch.cuda.ExternalStream(handle, device=self.device)
+        return stream
+
+    def _device_bytes(self, address: int, nbytes: int) -> torch.Tensor:
+        interface = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        holder = type("DeviceBytes", (), {"__cuda_array_interface__": interface})()
+        return torch.as_tensor(holder, device=self.device)
+
+
+def _host_bytes(address: int, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+
+class NativeRuntime(TorchRuntime):
+    """The same, calling the runtime library that torch has loaded."""
+
+    def __init__(
+        self, library: ctypes.PyDLL, prefix: str, device: torch.device, copy_stream: torch.cuda.Stream | None = None
+    ) -> None:
+        super().__init__(device, copy_stream)
+        self._copy_handle = self.copy_stream.cuda_stream
+        pointer = ctypes.c_void_p
+        self._record = _bind(library, f"{prefix}EventRecord", pointer, pointer)
+        self._wait = _bind(library, f"{prefix}StreamWaitEvent", pointer, pointer, ctypes.c_uint)
+        self._copy = _bind(
+            library, f"{prefix}MemcpyAsync", pointer, pointer, ctypes.c_size_t, ctypes.c_int, pointer
+        )
+
+    def bring_home(self, flight: Flight, destination: int, source: int, nbytes: int, stream: int) -> None:
+        side, packed = self._copy_handle, flight.packed_handle
+        _check(
+            self._record(packed, stream)
+            or self._wait(side, packed, 0)
+            or self._copy(destination, source, nbytes, _DEVICE_TO_HOST, side)
+            or self._record(flight.landed_handle, side)
+        )
+
+    def upload(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        _check(self._copy(destination, source, nbytes, _HOST_TO_DEVICE, stream))
+
+    def record(self, event: torch.cuda.Event, stream: int) -> None:
+        _check(self._record(event.cuda_event, stream))
+
+    def stream_wait(self, stream: int, event: torch.cuda.Event) -> None:
+        _check(self._wait(stream, event.cuda_event, 0))
+
+
+def _bind(library: ctypes.PyDLL, name: str, *types: Any) -> Any:
+    function = library[name]
+    function.restype = ctypes.c_int
+    function.argtypes = types
+    return function
+
+
+def _check(code: int) -> None:
+    if code:
+        raise RuntimeError(f"a runtime call failed with error {code}; see the error enumeration of the GPU's runtime")
+
+
+def load_runtime(device: torch.device, copy_stream: torch.cuda.Stream | None = None) -> TorchRuntime:
+    """The fastest runtime that works here."""
+    if torch.version.hip:
+        names, prefix = ["libamdhip64.so"], "hip"
+    else:
+        major = (torch.version.cuda or "").split(".")[0]
+        names, prefix = [f"libcudart.so.{major}", "libcudart.so"], "cuda"
+    for name in names:
+        try:
+            return NativeRuntime(ctypes.PyDLL(name), prefix, device, copy_stream)
+        except (OSError, AttributeError):
+            continue
+    return TorchRuntime(device, copy_stream)

@@ -1,0 +1,196 @@
+"""Pinned host memory: slabs that go back to work when the last view into them has died."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict, deque
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .flight import Flight
+
+ByteArray = npt.NDArray[np.uint8]
+SMALLEST_SLAB_BYTES = 1 << 16
+
+
+def slab_class(nbytes: int) -> int:
+    """Capacity of the slab that serves a request: a power of two, as torch's pinned allocator rounds to one anyway."""
+    return max(SMALLEST_SLAB_BYTES, 1 << (max(nbytes, 1) - 1).bit_length())
+
+
+class HostSlab:
+    """One pinned buffer.
+
+    Attributes
+    ----------
+    array
+        All of it, ``[capacity] uint8``.
+    address, capacity
+        In bytes.
+    flight
+        The last pack whose copy uses this memory; until it is done the memory must not be touched or freed.
+    """
+
+    __slots__ = ("_owner", "_watch", "address", "array", "capacity", "flight")
+
+    def __init__(self, capacity: int, owner: HostPool, *, pin: bool) -> None:
+        tensor = torch.empty(capacity, dtype=torch.uint8, pin_memory=pin)
+        self.array: ByteArray = tensor.numpy()  # keeps the tensor alive
+        self.address = tensor.data_ptr()
+        self.capacity = capacity
+        self.flight: Flight | None = None
+        self._owner = owner
+        self._watch: weakref.ref[ByteArray] | None = None
+
+    def lease(self, nbytes: int) -> ByteArray:
+        """The first `nbytes` as an array; the slab returns to its pool when that array dies.
+
+        Tensors made with `torch.frombuffer` hold the array, so the slab outlives every view into it.
+        """
+        lease = self.array[:nbytes]
+        self._watch = weakref.ref(lease, self._on_death)
+        return lease
+
+    def _on_death(self, _: object) -> None:
+        self._owner.give_back(self)
+
+    def crowded(self) -> bool:
+        """Whether so many slabs of this size are out that views should be copied out of this one."""
+        return self._owner.is_crowded(self.capacity)
+
+    def is_idle(self) -> bool:
+        """Whether no copy uses the memory any more."""
+        if self.flight is None or self.flight.is_done():
+            self.flight = None
+            return True
+        return False
+
+
+class HostPool:
+    """Pinned slabs by size class, within a byte budget.
+
+    Parameters
+    ----------
+    budget_bytes
+        Most pinned memory that the pool ever holds.
+    slabs_per_class
+        Most slabs of one size. Past half of it, snapshots copy their views out instead of keeping a slab, so that
+        pinned memory stays bounded however long consumers keep their payloads.
+    pin
+        False for ordinary memory: the pool of a packer without a GPU.
+    """
+
+    def __init__(self, budget_bytes: int, slabs_per_class: int = 8, *, pin: bool = True) -> None:
+        self.budget_bytes = budget_bytes
+        self.slabs_per_class = slabs_per_class
+        self.pinned_bytes = 0
+        self.peak_bytes = 0
+        self.allocations = 0
+        self.refusal: str | None = None  # set once the system has refused pinned memory
+        self._pin = pin
+        self._free: defaultdict[int, deque[HostSlab]] = defaultdict(deque)
+        self._count: defaultdict[int, int] = defaultdict(int)
+        self._returned: deque[HostSlab] = deque()  # appended to by whichever thread drops the last view
+        self._closed = False
+
+    def give_back(self, slab: HostSlab) -> None:
+        """Return a slab; safe from any thread, also inside a destructor."""
+        self._returned.append(slab)
+
+    def acquire(self, nbytes: int) -> HostSlab | None:
+        """An idle slab of at least `nbytes`, or None where the budget or the system refuses one."""
+        size = slab_class(nbytes)
+        self._collect()
+        free = self._free[size]
+        for _ in range(len(free)):
+            slab = free.popleft()
+            if slab.is_idle():
+                return slab
+            free.append(slab)
+        return self._grow(size)
+
+    def reserve(self, nbytes: int, slabs: int) -> None:
+        """Allocate ahead, so that later no `acquire` has to."""
+        size = slab_class(nbytes)
+        self._collect()
+        while self._count[size] < slabs:
+            slab = self._grow(size)
+            if slab is None:
+                return
+            self._free[size].append(slab)
+
+    def is_crowded(self, capacity: int) -> bool:
+        """Whether so many slabs of this capacity are out that views should be copied out of the next ones."""
+        idle = len(self._free[capacity]) + sum(slab.capacity == capacity for slab in tuple(self._returned))
+        return 2 * (self._count[capacity] - idle) > self.slabs_per_class
+
+    @property
+    def in_use(self) -> int:
+        """Slabs that a snapshot or a view holds."""
+        return sum(self._count.values()) - sum(map(len, self._free.values())) - len(self._returned)
+
+    def close(self) -> None:
+        """Wait for the copies into idle slabs and drop them; slabs that views hold go when the views do."""
+        self._closed = True
+        self._collect()
+        for free in self._free.values():
+            for slab in free:
+                if slab.flight is not None:
+                    slab.flight.wait()
+                self._forget(slab)
+            free.clear()
+
+    def _collect(self) -> None:
+        returned = self._returned
+        while returned:
+            slab = returned.popleft()  # only here, under the packer's lock
+            if self._closed:
+                if slab.flight is not None:
+                    slab.flight.wait()
+                self._forget(slab)
+            else:
+                self._free[slab.capacity].append(slab)
+
+    def _grow(self, size: int) -> HostSlab | None:
+        if self._count[size] >= self.slabs_per_class:
+            return None
+        if self.pinned_bytes + size > self.budget_bytes and not self._trim(size):
+            return None
+        try:
+            slab = HostSlab(size, self, pin=self._pin)
+        except RuntimeError as error:  # locked-memory limits of the system or the container
+            self.refusal = str(error).splitlines()[0]
+            return None
+        self._count[size] += 1
+        self.allocations += 1
+        self.pinned_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.pinned_bytes)
+        return slab
+
+    def _trim(self, size: int) -> bool:
+        """Drop idle slabs of other sizes until `size` more bytes fit; whether they do."""
+        for other, free in sorted(self._free.items()):
+            for _ in range(len(free) if other != size else 0):
+                if self.pinned_bytes + size <= self.budget_bytes:
+                    break
+                slab = free.popleft()
+                if slab.is_idle():
+                    self._forget(slab)
+                else:
+                    free.append(slab)
+        if self._pin:
+            _release_cached_pinned_memory()
+        return self.pinned_bytes + size <= self.budget_bytes
+
+    def _forget(self, slab: HostSlab) -> None:
+        self._count[slab.capacity] -= 1
+        self.pinned_bytes -= slab.capacity
+
+
+def _release_cached_pinned_memory() -> None:
+    """Make torch give the pinned blocks that nobody uses back to the system."""
+    release = getattr(torch._C, "_host_emptyCache", None)
+    if release is not None:
+        release()

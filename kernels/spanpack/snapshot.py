@@ -1,0 +1,155 @@
+"""Snapshots: the handle of a pack in flight, and the zero-copy views into what has landed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .errors import ClosedError
+from .plan import Plan
+
+if TYPE_CHECKING:
+    from .flight import Flight
+    from .pool import ByteArray, HostSlab
+
+
+class Snapshot:
+    """The bytes of one pack, on their way to the host or there.
+
+    Made by `Packer.run`. Safe to wait for and to read from several threads. Dropping it is safe at any time: slabs in
+    use by a copy are not touched before the copy is over.
+    """
+
+    __slots__ = ("_copy_out", "_finish", "_flight", "_landed", "_lease", "_lock", "_opaque", "_plan", "_slab")
+
+    def __init__(
+        self,
+        plan: Plan,
+        lease: ByteArray | None,
+        *,
+        flight: Flight | None = None,
+        slab: HostSlab | None = None,
+        finish: Callable[[], ByteArray] | None = None,
+        opaque: dict[int, Tensor] | None = None,
+    ) -> None:
+        self._plan = plan
+        self._lease = lease  # [slab_bytes] uint8; every view holds it, and with it the slab
+        self._flight = flight
+        self._slab = slab
+        self._finish = finish  # copies what was left on the device; returns the lease
+        self._opaque = opaque or {}
+        self._landed = flight is None and finish is None and not self._opaque
+        self._copy_out = False
+        self._lock = threading.Lock()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was run."""
+        return self._plan
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._landed or (self._finish is None and self._flight is not None and self._flight.is_done())
+
+    def wait(self) -> None:
+        """Sleep until the bytes are on the host. Further calls return at once.
+
+        Raises
+        ------
+        ClosedError
+            The snapshot was released before.
+        """
+        if self._landed:
+            return
+        with self._lock:
+            if self._landed:
+                return
+            if self._flight is not None:
+                self._flight.wait()
+            if self._finish is not None:
+                self._lease = self._finish()
+                self._finish = None
+            for leaf, tensor in self._opaque.items():
+                self._opaque[leaf] = tensor.cpu()
+            if self._slab is not None:
+                self._copy_out = self._slab.crowded()
+            self._landed = True
+
+    def column(self, index: int) -> Tensor:
+        """One column as a tensor on the host; waits for the bytes.
+
+        Returns
+        -------
+        Tensor
+            ``[sum of rows, *row_shape]`` in the dtype of its leaves, ``[num_pieces]`` for 0-dimensional leaves. A
+            view into the slab with a storage of its own that holds this column only.
+        """
+        self.wait()
+        column = self._plan.columns[index]
+        if column.opaque is not None:
+            return self._opaque[column.opaque]
+        if not column.nbytes:
+            return torch.empty(column.shape, dtype=column.dtype)
+        count = column.nbytes // column.dtype.itemsize
+        flat = torch.frombuffer(self._bytes(), dtype=column.dtype, count=count, offset=column.offset_bytes)
+        return flat.view(column.shape)
+
+    def split(self, index: int) -> tuple[Tensor, ...]:
+        """One tensor per piece of a column, in order; waits for the bytes.
+
+        Zero-copy: the pieces share the column's storage, which keeps the slab from being used again. While too many
+        slabs are kept that way, each piece is copied into memory of its own instead, all of them by one call.
+        """
+        column = self._plan.columns[index]
+        whole = self.column(index)
+        if column.opaque is not None:
+            return (whole, *(whole.clone() for _ in column.rows[1:]))
+        if column.scalar:
+            return torch.unbind_copy(whole) if self._copy_out else whole.unbind()
+        if self._copy_out:
+            return tuple(torch.split_with_sizes_copy(whole, column.rows))
+        return tuple(whole.split_with_sizes(column.rows))
+
+    def pieces(self, index: int) -> list[Tensor]:
+        """Like `split`, but each piece has a storage of its own that ends where the piece ends.
+
+        Costs about twice as much as `split`. Pickling, `torch.save` and `share_memory_` of such a piece move its own
+        bytes only, where a piece of `split` drags the whole column along.
+        """
+        self.wait()
+        column = self._plan.columns[index]
+        if column.opaque is not None or not column.nbytes or self._copy_out:
+            return list(self.split(index))
+        lease, dtype, row_shape = self._bytes(), column.dtype, column.shape[1:]
+        row_items = column.nbytes // column.dtype.itemsize // column.shape[0]
+        found = []
+        offset = column.offset_bytes
+        for rows in column.rows:
+            shape = () if column.scalar else (rows, *row_shape)
+            if rows:
+                flat = torch.frombuffer(lease, dtype=dtype, count=rows * row_items, offset=offset)
+                found.append(flat.view(shape))
+            else:
+                found.append(torch.empty(shape, dtype=dtype))
+            offset += rows * row_items * dtype.itemsize
+        return found
+
+    def release(self) -> None:
+        """Give up the snapshot's own hold on its slab; views that exist stay valid and keep it."""
+        with self._lock:
+            self._lease = None
+            self._finish = None
+            self._opaque = {}
+            self._landed = True
+
+    def _bytes(self) -> ByteArray:
+        lease = self._lease
+        if lease is None:
+            raise ClosedError("this snapshot was released; read its columns before calling release()")
+        return lease
+
+

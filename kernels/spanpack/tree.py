@@ -1,0 +1,178 @@
+"""Payload trees: take the tensors out, remember the rest, put tensors back.
+
+A tree is made of dicts (any ``Mapping``), lists, tuples, named tuples and dataclasses. `flatten` walks it once and
+returns its *leaves* (tensors), a hashable *spec* (containers, keys, where leaves and values stand) and its plain
+*values*, copied so that later changes by the caller do not show. Two trees with equal specs have their leaves in the
+same places, which is what makes a plan reusable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from torch import Tensor
+
+TreeSpec = tuple[Any, ...]  # flat, in walking order: LEAF, VALUE or (kind, *description) followed by the children
+
+LEAF: Final = "leaf"
+VALUE: Final = "value"
+_IMMUTABLE: Final = frozenset({str, bytes, int, float, bool, complex, type(None)})
+
+
+def flatten(tree: Any) -> tuple[list[Tensor], TreeSpec, list[Any]]:
+    """Split a payload tree into tensors, structure and plain values.
+
+    Parameters
+    ----------
+    tree
+        A tensor, a plain value, or a nesting of dict/Mapping, list, tuple, named tuple and dataclass.
+
+    Returns
+    -------
+    leaves : list of Tensor
+        The tensors, not copied, in walking order (dict order, list order).
+    spec : TreeSpec
+        Hashable structure; equal for trees that have the same containers, keys and kinds of nodes.
+    values : list
+        What is neither container nor tensor, in walking order. Lists of plain values count as one value. Lists and
+        NumPy arrays are copied; objects of other types are kept by reference.
+    """
+    leaves: list[Tensor] = []
+    spec: list[Any] = []
+    values: list[Any] = []
+    _walk(tree, leaves, spec, values)
+    return leaves, tuple(spec), values
+
+
+def _walk(node: Any, leaves: list[Tensor], spec: list[Any], values: list[Any]) -> None:
+    kind = type(node)
+    if kind is dict:
+        spec.append((dict, tuple(node)))
+        children: Any = node.values()
+    elif kind is list or kind is tuple:
+        kinds = set(map(type, node))
+        if kinds <= _IMMUTABLE and kinds:
+            spec.append(VALUE)
+            values.append(list(node) if kind is list else node)
+            return
+        spec.append((kind, len(node)))
+        children = node
+    elif isinstance(node, Tensor):
+        spec.append(LEAF)
+        leaves.append(node)
+        return
+    else:
+        described = _describe_other(node)
+        if described is None:
+            spec.append(VALUE)
+            values.append(_copy_value(node))
+            return
+        head, children = described
+        spec.append(head)
+    for child in children:
+        if type(child) is Tensor:  # the common case, without a call per tensor
+            spec.append(LEAF)
+            leaves.append(child)
+        else:
+            _walk(child, leaves, spec, values)
+
+
+def _describe_other(node: Any) -> tuple[tuple[Any, ...], Sequence[Any]] | None:
+    """Head token and children of the less common containers; None for a plain value."""
+    if isinstance(node, Mapping):
+        return (Mapping, tuple(node)), list(node.values())
+    if isinstance(node, tuple):
+        return (type(node), len(node), getattr(node, "_fields", None)), node
+    if isinstance(node, list):
+        return (list, len(node)), node
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        names = tuple(field.name for field in dataclasses.fields(node) if field.init)
+        return (type(node), names, "dataclass"), [getattr(node, name) for name in names]
+    return None
+
+
+def _copy_value(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, bytearray):
+        return bytearray(value)
+    if isinstance(value, set):
+        return set(value)
+    return value
+
+
+def unflatten(spec: TreeSpec, leaves: Sequence[Any], values: Sequence[Any]) -> Any:
+    """Build a tree from a spec; `leaves` and `values` in walking order.
+
+    Mappings that are not dicts come back as dicts. Values are copied again, so that every tree built from one spec
+    owns its lists.
+    """
+    return _build(iter(spec), iter(leaves), iter(values))
+
+
+def _build(tokens: Iterator[Any], leaves: Iterator[Any], values: Iterator[Any]) -> Any:
+    token = next(tokens)
+    if token is LEAF:
+        return next(leaves)
+    if token is VALUE:
+        value = next(values)
+        return list(value) if type(value) is list else _copy_value(value)
+    kind, described, *more = token
+    if kind is dict or kind is Mapping:
+        return {key: _build(tokens, leaves, values) for key in described}
+    if more and more[0] == "dataclass":
+        return kind(**{name: _build(tokens, leaves, values) for name in described})
+    children = [_build(tokens, leaves, values) for _ in range(described)]
+    if kind is list:
+        return children
+    return kind(*children) if more and more[0] is not None else kind(children)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """A leaf, or a list or tuple of leaves only, and where it stands in its tree.
+
+    Attributes
+    ----------
+    path
+        Dotted keys, e.g. ``"hidden_states.layers.24"``.
+    leaves
+        Indices of its leaves in walking order.
+    is_list
+        Whether the node is a list or tuple of tensors rather than one tensor.
+    """
+
+    path: str
+    leaves: tuple[int, ...]
+    is_list: bool
+
+
+def nodes(spec: TreeSpec) -> list[Node]:
+    """The leaves of a spec in walking order, lists of tensors taken together as one node each."""
+    found: list[Node] = []
+    _find_nodes(spec, 0, (), found, 0)
+    return found
+
+
+def _find_nodes(
+    spec: TreeSpec, at: int, path: tuple[str, ...], found: list[Node], leaf: int
+) -> tuple[int, int]:
+    """Add the nodes below position `at`; returns the position behind and the number of the next leaf."""
+    token = spec[at]
+    at += 1
+    if token is VALUE:
+        return at, leaf
+    if token is LEAF:
+        found.append(Node(".".join(path), (leaf,), False))
+        return at, leaf + 1
+    kind, described, *more = token
+    named = kind is dict or kind is Mapping or "dataclass" in more
+    if not named and described and all(child is LEAF for child in spec[at : at + described]):
+        found.append(Node(".".join(path), tuple(range(leaf, leaf + described)), True))
+        return at + described, leaf + described
+    for key in described if named else range(described):
+        at, leaf = _find_nodes(spec, at, (*path, str(key)), found, leaf)
+    return at, leaf
