@@ -42,7 +42,14 @@ def _copy_run(source, destination, length, TILE_BYTES: tl.constexpr):
 
 @triton.jit
 def _copy_row_lanes(
-    source, destination, length, row_bytes, row_stride, LANES: tl.constexpr, LANE: tl.constexpr, WIDTH: tl.constexpr
+    source,
+    destination,
+    length,
+    row_bytes,
+    row_stride,
+    LANES: tl.constexpr,
+    LANE: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """Copy rows that stand `row_stride` bytes apart into one run; WIDTH is the size of LANE in bytes."""
     lane = tl.arange(0, LANES)

@@ -103,16 +103,18 @@ class NativeRuntime(TorchRuntime):
     """The same, calling the runtime library that torch has loaded."""
 
     def __init__(
-        self, library: ctypes.PyDLL, prefix: str, device: torch.device, copy_stream: torch.cuda.Stream | None = None
+        self,
+        library: ctypes.PyDLL,
+        prefix: str,
+        device: torch.device,
+        copy_stream: torch.cuda.Stream | None = None,
     ) -> None:
         super().__init__(device, copy_stream)
         self._copy_handle = self.copy_stream.cuda_stream
         pointer = ctypes.c_void_p
         self._record = _bind(library, f"{prefix}EventRecord", pointer, pointer)
         self._wait = _bind(library, f"{prefix}StreamWaitEvent", pointer, pointer, ctypes.c_uint)
-        self._copy = _bind(
-            library, f"{prefix}MemcpyAsync", pointer, pointer, ctypes.c_size_t, ctypes.c_int, pointer
-        )
+        self._copy = _bind(library, f"{prefix}MemcpyAsync", pointer, pointer, ctypes.c_size_t, ctypes.c_int, pointer)
 
     def bring_home(self, flight: Flight, destination: int, source: int, nbytes: int, stream: int) -> None:
         side, packed = self._copy_handle, flight.packed_handle

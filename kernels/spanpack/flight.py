@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
-
-class Event(Protocol):
-    """The part of `torch.cuda.Event` that a flight needs."""
-
-    @property
-    def cuda_event(self) -> int: ...
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
+from torch.cuda import Event
 
 
 class Flight:
@@ -56,7 +46,7 @@ class Flight:
         self._home.append((self.packed, self.landed, self.packed_handle, self.landed_handle))
 
 
-# torch leaves its Event untyped, hence Any in practice; handles are cached because reading one costs a call.
+# Handles are kept beside their events because reading one costs a call.
 _Events = tuple[Event, Event, int, int]
 
 

@@ -57,9 +57,7 @@ def _column_of(slab: Tensor, column: Column) -> Tensor:
     return slab[column.offset_bytes : column.offset_bytes + column.nbytes].view(column.dtype).view(column.shape)
 
 
-def gather_triton(
-    plan: Plan, leaves: Sequence[Tensor], slab: Tensor, config: LaunchConfig | None = None
-) -> None:
+def gather_triton(plan: Plan, leaves: Sequence[Tensor], slab: Tensor, config: LaunchConfig | None = None) -> None:
     """Fill the device part of a slab with one kernel launch on the current stream.
 
     Uploads the plan's tiles for this one call; `Packer` keeps them on the device.
@@ -119,7 +117,7 @@ def triton_available() -> bool:
 
 def _kernel() -> Any:
     try:
-        from ._kernels import gather_tiles
+        from ._kernels import gather_tiles  # noqa: PLC0415 - spanpack works without Triton
     except Exception as error:  # a broken installation can raise anything on import
         raise UnavailableError(f"Triton can't be used here: {type(error).__name__}: {error}") from error
     return gather_tiles
@@ -159,7 +157,21 @@ class Launcher:
         tile_bytes = config.tile_bytes
 
         def launch(slab: int, stream: int) -> None:
-            run(num_tiles, 1, 1, stream, function, metadata, None, None, None, tiles, addresses, slab, tile_bytes)
+            run(
+                num_tiles,
+                1,
+                1,
+                stream,
+                function,
+                metadata,
+                None,
+                None,
+                None,
+                tiles,
+                addresses,
+                slab,
+                tile_bytes,
+            )
 
         return launch
 

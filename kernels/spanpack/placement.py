@@ -53,6 +53,7 @@ class RowMap:
 Rule = Placement | RowMap
 Rules = Mapping[str, Rule] | Callable[[str], Rule | None]
 
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Placed:
     """One node of a payload, lowered to columns.
@@ -169,9 +170,7 @@ def _look(tensor: Tensor) -> object:
     return (tensor.dtype, tensor.dim() == 0, tensor.shape[1:], tensor.device) if ordinary else id(tensor)
 
 
-def _whole(
-    node: Node, tensors: Sequence[Tensor], spans: Spans, columns: list[ColumnSpec], *, shared: bool
-) -> Placed:
+def _whole(node: Node, tensors: Sequence[Tensor], spans: Spans, columns: list[ColumnSpec], *, shared: bool) -> Placed:
     first = len(columns)
     consumers = len(spans.consumers)
     if consumers:
@@ -202,8 +201,8 @@ def _row_map(node: Node, tensor: Tensor, spans: Spans, rule: RowMap, columns: li
     if not named:
         return Placed(node, (None,) * len(spans.consumers), False)
     picked = [rule.rows[spans.request_ids[spans.consumers[consumer]]] for consumer in named]
-    starts, rows = (np.array(part, dtype=np.int64) for part in zip(*picked, strict=True))
-    columns.append(ColumnSpec(node.leaves[0], starts, rows))
+    first, count = (np.array(part, dtype=np.int64) for part in zip(*picked, strict=True))
+    columns.append(ColumnSpec(node.leaves[0], first, count))
     piece_of = {consumer: piece for piece, consumer in enumerate(named)}
     column = len(columns) - 1
     return Placed(

@@ -61,7 +61,7 @@ class Column:
     opaque: int | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """What to copy where. Made by `make_plan`, run by `Packer.run`.
 
@@ -101,6 +101,12 @@ class Plan:
     payload_bytes: int
     signature: Signature
 
+    def __repr__(self) -> str:
+        return (
+            f"Plan({len(self.columns)} columns from {len(self.routes)} leaves on {self.device_type}: "
+            f"{len(self.segments)} segments, {self.payload_bytes} bytes)"
+        )
+
     @cached_property
     def kernel_leaves(self) -> tuple[int, ...]:
         """Leaves whose address the gather needs, in order."""
@@ -122,9 +128,7 @@ class Plan:
         return all(route is Route.KERNEL for route in self.routes)
 
 
-def make_plan(
-    leaves: Sequence[Tensor], columns: Sequence[ColumnSpec], device_type: str | None = None
-) -> Plan:
+def make_plan(leaves: Sequence[Tensor], columns: Sequence[ColumnSpec], device_type: str | None = None) -> Plan:
     """Lay out columns in a slab and work out the segments that fill it.
 
     Parameters
@@ -196,9 +200,7 @@ class _Planner:
                 self.routes[leaf] = _route(self.leaves[leaf], self.device_type)
         on_host = {self.routes[leaf] is Route.HOST for leaf in used}
         if len(on_host) > 1:
-            raise PlacementError(
-                f"column {index} mixes leaves on the CPU and on a device; give each its own column"
-            )
+            raise PlacementError(f"column {index} mixes leaves on the CPU and on a device; give each its own column")
         return on_host == {True}
 
     def _place(self, index: int, spec: ColumnSpec, offset: int, host: bool) -> Column:
@@ -235,9 +237,7 @@ class _Planner:
                     "the leaves of a column must agree in dtype and shape[1:]"
                 )
             if (tensor.dim() == 0) != spec.scalar:
-                raise PlacementError(
-                    f"column {index}: leaf {leaf} is {_kind(tensor)}, but scalar={spec.scalar}"
-                )
+                raise PlacementError(f"column {index}: leaf {leaf} is {_kind(tensor)}, but scalar={spec.scalar}")
         counts = np.array([_row_count(self.leaves[leaf]) for leaf in used], dtype=np.int64)
         available = counts[np.searchsorted(np.asarray(used), leaf_ids)]
         bad = (spec.starts < 0) | (spec.rows < 0) | (spec.starts + spec.rows > available)

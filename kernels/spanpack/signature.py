@@ -13,14 +13,16 @@ from torch import Tensor
 class Signature(Protocol):
     """Whether tensors look like the ones it was made from; addresses play no part."""
 
-    def matches(self, leaves: Sequence[Tensor]) -> bool: ...
+    def matches(self, leaves: Sequence[Tensor]) -> bool:
+        """Whether these leaves may be taken for those it was made from."""
+        ...
 
 
 class _GuardSignature:
     """Torch's own tensor guards, which compare all leaves in one C++ call (64 leaves: 4 us, in Python 16)."""
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
-        guards: Any = torch._C._dynamo.guards  # type: ignore[attr-defined]
+        guards: Any = torch._C._dynamo.guards
         self._check = guards.TensorGuards(*leaves, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
     def matches(self, leaves: Sequence[Tensor]) -> bool:

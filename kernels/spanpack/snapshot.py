@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,10 @@ from .plan import Plan
 if TYPE_CHECKING:
     from .flight import Flight
     from .pool import ByteArray, HostSlab
+
+# torch's stubs know these two only in the form that fills given tensors.
+_split_copy: Callable[..., Sequence[Tensor]] = torch.split_with_sizes_copy  # type: ignore[assignment]
+_unbind_copy: Callable[..., Sequence[Tensor]] = torch.unbind_copy  # type: ignore[assignment]
 
 
 class Snapshot:
@@ -109,10 +113,8 @@ class Snapshot:
         if column.opaque is not None:
             return (whole, *(whole.clone() for _ in column.rows[1:]))
         if column.scalar:
-            return torch.unbind_copy(whole) if self._copy_out else whole.unbind()
-        if self._copy_out:
-            return tuple(torch.split_with_sizes_copy(whole, column.rows))
-        return tuple(whole.split_with_sizes(column.rows))
+            return tuple(_unbind_copy(whole) if self._copy_out else whole.unbind())
+        return tuple((_split_copy if self._copy_out else Tensor.split_with_sizes)(whole, column.rows))
 
     def pieces(self, index: int) -> list[Tensor]:
         """Like `split`, but each piece has a storage of its own that ends where the piece ends.
@@ -151,5 +153,3 @@ class Snapshot:
         if lease is None:
             raise ClosedError("this snapshot was released; read its columns before calling release()")
         return lease
-
-

@@ -63,4 +63,5 @@ class Fallbacks:
         self._counts[reason] += 1
 
     def counts(self) -> dict[str, int]:
+        """How often each slower path was taken."""
         return dict(self._counts)

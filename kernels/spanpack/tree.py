@@ -157,9 +157,7 @@ def nodes(spec: TreeSpec) -> list[Node]:
     return found
 
 
-def _find_nodes(
-    spec: TreeSpec, at: int, path: tuple[str, ...], found: list[Node], leaf: int
-) -> tuple[int, int]:
+def _find_nodes(spec: TreeSpec, at: int, path: tuple[str, ...], found: list[Node], leaf: int) -> tuple[int, int]:
     """Add the nodes below position `at`; returns the position behind and the number of the next leaf."""
     token = spec[at]
     at += 1
