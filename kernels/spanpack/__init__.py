@@ -23,7 +23,7 @@ from .packed_tree import PackedTree
 from .packer import Packer
 from .placement import Placement, RowMap
 from .plan import Plan, make_plan
-from .signature import PlanCache
+from .plan_cache import PlanCache, Sighting
 from .snapshot import Snapshot
 from .stats import Stats
 from .tree import flatten, unflatten
@@ -43,6 +43,7 @@ __all__ = [
     "Plan",
     "PlanCache",
     "RowMap",
+    "Sighting",
     "Snapshot",
     "SpanpackError",
     "Stats",

@@ -71,6 +71,10 @@ class TorchRuntime:
         with torch.cuda.stream(self._stream(stream)):
             self._device_bytes(destination, nbytes).copy_(_host_bytes(source, nbytes), non_blocking=True)
 
+    def upload_pageable(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """The same from ordinary memory, on the current stream: the driver takes the bytes over before it returns."""
+        target.copy_(source, non_blocking=True)
+
     def record(self, event: torch.cuda.Event, stream: int) -> None:
         """Record an event on a stream."""
         event.record(self._stream(stream))
@@ -78,6 +82,15 @@ class TorchRuntime:
     def stream_wait(self, stream: int, event: torch.cuda.Event) -> None:
         """Let later work on `stream` wait for an event; the host does not."""
         self._stream(stream).wait_event(event)
+
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy device bytes to pageable host memory on the copy stream; returns when they are there."""
+        with torch.cuda.stream(self.copy_stream):
+            target.copy_(source)
+
+    def hold(self, buffer: torch.Tensor) -> None:
+        """Keep a buffer's memory, once freed, from being reused before the current stream is done with it."""
+        buffer.record_stream(torch.cuda.current_stream(self.device))
 
     def synchronize(self) -> None:
         """Wait for every copy to the host."""

@@ -1,27 +1,29 @@
-"""Launch configurations: tile size, warps and transport by size class."""
+"""Launch configurations: which one a pack gets, by default and where this GPU was tuned.
+
+`load_configs` puts over the heuristic what `python -m spanpack.tune` found: first the file shipped for this very GPU,
+then the user's own. A file that does not fit is left aside. Nothing is ever tuned here.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 
+from ._size_classes import LARGE, MEDIUM, SIZE_CLASSES, SMALL, LaunchConfig, size_class
+from ._tuned_file import Tuned, read_tuned, tuned_file_name
 
-@dataclass(frozen=True, slots=True)
-class LaunchConfig:
-    """How the gather is launched.
+__all__ = ["DEFAULT_CONFIGS", "ConfigTable", "LaunchConfig", "choose_config", "load_configs", "triton_version"]
 
-    Attributes
-    ----------
-    tile_bytes
-        Bytes that one program copies; a power of two, at least 64.
-    num_warps
-        Warps of one program.
-    """
+logger = logging.getLogger("spanpack")
 
-    tile_bytes: int
-    num_warps: int
+USER_FILE_VARIABLE = "SPANPACK_TUNED"
+SHIPPED_FILES = Path(__file__).parent / "tuned"
 
-
-SMALL, MEDIUM, LARGE = LaunchConfig(4096, 2), LaunchConfig(8192, 4), LaunchConfig(16384, 4)
 DEFAULT_CONFIGS: tuple[LaunchConfig, ...] = (SMALL, MEDIUM, LARGE)
 
 
@@ -29,8 +31,112 @@ def choose_config(device_bytes: int, num_segments: int) -> LaunchConfig:
     """The default configuration for a pack of so many bytes in so many segments.
 
     Small packs are latency bound: short tiles spread them over all multiprocessors. Large ones are bandwidth bound:
-    long tiles keep more loads in flight per program.
+    many bytes per thread keep more loads in flight.
     """
-    if device_bytes <= 1 << 21 or device_bytes // max(num_segments, 1) <= 4096:
-        return SMALL
-    return MEDIUM if device_bytes <= 1 << 24 else LARGE
+    return size_class(device_bytes, num_segments).default
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigTable:
+    """Which configuration a pack is launched with.
+
+    Attributes
+    ----------
+    by_class
+        Tuned configurations by the name of their size class; the other classes have the default.
+    direct_store_bytes
+        Packs of up to so many device bytes are stored by the kernel into the mapped pinned slab, without a device slab
+        and a copy. 0: the copy engine brings every pack home.
+    mapped_address_bytes
+        When the addresses of its leaves have changed, a pack of up to so many device bytes has the kernel read them
+        from mapped pinned memory. 0: they are always copied to the device first.
+    source
+        Where the configurations come from, for people.
+    """
+
+    by_class: Mapping[str, LaunchConfig] = field(default_factory=dict)
+    direct_store_bytes: int = 0
+    mapped_address_bytes: int = 0
+    source: str = "defaults"
+
+    def choose(self, device_bytes: int, num_segments: int) -> LaunchConfig:
+        """The configuration for a pack of so many bytes in so many segments."""
+        group = size_class(device_bytes, num_segments)
+        return self.by_class.get(group.name, group.default)
+
+    @property
+    def configs(self) -> tuple[LaunchConfig, ...]:
+        """Every configuration that `choose` can return, each once."""
+        return tuple(dict.fromkeys(self.by_class.get(group.name, group.default) for group in SIZE_CLASSES))
+
+
+def load_configs(gpu_name: str, path: str | os.PathLike[str] | None = None) -> ConfigTable:
+    """The configurations for a GPU: the defaults, over them the shipped file, over that the user's own.
+
+    Parameters
+    ----------
+    gpu_name
+        As `torch.cuda.get_device_name` has it; a file counts for exactly this name.
+    path
+        The user's file, from `python -m spanpack.tune`; by default what the environment variable ``SPANPACK_TUNED``
+        names, if it is set.
+
+    Returns
+    -------
+    ConfigTable
+        Nothing is raised: a file that is missing, malformed, or was tuned for another GPU or another minor version of
+        Triton is left aside, the user's with one warning. Where only the defaults are left, one line says so.
+    """
+    path = path or os.environ.get(USER_FILE_VARIABLE, "").strip() or None
+    table = ConfigTable()
+    shipped = SHIPPED_FILES / tuned_file_name(gpu_name)
+    if shipped.is_file():
+        table = _overlay(table, shipped, gpu_name, stale_level=logging.INFO)  # nothing that a user could mend
+    if path is not None:
+        table = _overlay(table, Path(path).expanduser(), gpu_name, stale_level=logging.WARNING)
+    if table.source == "defaults":
+        _log_once(logging.INFO, f"nothing tuned for {gpu_name}, Triton {triton_version()}; using the defaults")
+    else:
+        _log_once(logging.INFO, f"using the tuned configurations in {table.source}")
+    return table
+
+
+def _overlay(table: ConfigTable, path: Path, gpu_name: str, *, stale_level: int) -> ConfigTable:
+    try:
+        tuned = read_tuned(path)
+    except (OSError, ValueError) as error:
+        _log_once(logging.WARNING, f"ignoring the tuned configurations in {path}: {error}")
+        return table
+    why_stale = _why_stale(tuned, gpu_name)
+    if why_stale:
+        _log_once(stale_level, f"ignoring the tuned configurations in {path}: {why_stale}")
+        return table
+    direct, mapped = tuned.direct_store_bytes, tuned.mapped_address_bytes
+    return ConfigTable(
+        by_class={**table.by_class, **tuned.classes},
+        direct_store_bytes=table.direct_store_bytes if direct is None else direct,
+        mapped_address_bytes=table.mapped_address_bytes if mapped is None else mapped,
+        source=str(path),
+    )
+
+
+def _why_stale(tuned: Tuned, gpu_name: str) -> str | None:
+    if tuned.gpu != gpu_name:
+        return f"tuned for {tuned.gpu!r}, this is {gpu_name!r}"
+    here = triton_version()
+    if tuned.triton.split(".")[:2] != here.split(".")[:2]:
+        return f"tuned with Triton {tuned.triton}, this is {here}; run `python -m spanpack.tune` again"
+    return None
+
+
+def triton_version() -> str:
+    """Version of the installed Triton; ``"none"`` where it can't be imported."""
+    try:
+        return str(importlib.import_module("triton").__version__)
+    except Exception:  # noqa: BLE001 - a broken installation can raise anything on import
+        return "none"
+
+
+@lru_cache(maxsize=256)  # says each thing once, however many packers there are
+def _log_once(level: int, message: str) -> None:
+    logger.log(level, "spanpack: %s", message)

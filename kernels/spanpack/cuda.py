@@ -29,6 +29,7 @@ from .stats import Fallbacks
 
 _address_of = Tensor.data_ptr
 _MAX_RESIDENT = 128
+_STAGING_BUDGET_BYTES = 1 << 26
 
 
 class _Resident:
@@ -83,6 +84,7 @@ class CudaEngine:
     def __init__(self, runtime: TorchRuntime, pool: HostPool, fallbacks: Fallbacks, launcher: Launcher | None) -> None:
         self.runtime = runtime
         self.pool = pool
+        self.staging = HostPool(_STAGING_BUDGET_BYTES, pin=pool.pin)  # of descriptors on their way to the device
         self.ring = DeviceRing(runtime)
         self.deck = FlightDeck(runtime.make_event)
         self.launcher = launcher
@@ -146,22 +148,22 @@ class CudaEngine:
         """Let a resident be read and written on another stream than before."""
         if resident.flight is not None:
             self.runtime.stream_wait(stream, resident.flight.packed)
-            resident.buffer.record_stream(torch.cuda.current_stream(self.runtime.device))
+            self.runtime.hold(resident.buffer)
         resident.stream = stream
 
     def _upload(self, resident: _Resident, addresses: tuple[int, ...], stream: int, flight: Flight) -> None:
         """Bring descriptors to the device on the producing stream, behind the kernels that still read the old ones."""
         nbytes = resident.upload_bytes(addresses)
-        staging = self.pool.acquire(nbytes)
+        staging = self.staging.acquire(nbytes)
         if staging is None:
             pageable = np.empty(nbytes, dtype=np.uint8)
             length = resident.write(pageable, addresses)
-            resident.buffer[:length].copy_(torch.from_numpy(pageable[:length]))
+            self.runtime.upload_pageable(resident.buffer[:length], torch.from_numpy(pageable[:length]))
         else:
             length = resident.write(staging.array, addresses)
             self.runtime.upload(resident.addresses, staging.address, length, stream)
             staging.flight = flight  # not written again before this pack has landed
-            self.pool.give_back(staging)
+            self.staging.give_back(staging)
         resident.known = addresses
         self.uploads += 1
 
@@ -214,8 +216,7 @@ class CudaEngine:
         gather_host(plan, leaves, torch.from_numpy(array))
 
         def finish() -> ByteArray:
-            with torch.cuda.stream(self.runtime.copy_stream):
-                torch.from_numpy(array)[: plan.device_bytes].copy_(device.tensor[: plan.device_bytes])
+            self.runtime.fetch(torch.from_numpy(array)[: plan.device_bytes], device.tensor[: plan.device_bytes])
             return array
 
         return finish
@@ -275,6 +276,7 @@ class CudaEngine:
     def close(self) -> None:
         """Wait for every copy in flight and drop the device memory."""
         self.runtime.synchronize()
+        self.staging.close()
         self.ring.close()
         self.residents.clear()
 

@@ -28,8 +28,8 @@ from .gather import (
 from .packed_tree import PackedTree, TreeRecipe
 from .placement import Rules, lower
 from .plan import Plan, make_plan
+from .plan_cache import PlanCache
 from .pool import HostPool
-from .signature import PlanCache
 from .snapshot import Snapshot
 from .stats import Fallbacks, Stats
 from .tree import flatten, nodes
@@ -131,15 +131,17 @@ class Packer:
         ClosedError
             The packer was closed.
         """
-        leaves, spec, values = flatten(payload)
-        key = None if callable(rules) else (spec, batch.spans, None if rules is None else tuple(rules.items()))
-        recipe = self._recipes.get(key, leaves) if key is not None else None
+        key = (batch.spans, None if rules is None or callable(rules) else tuple(rules.items()))
+        seen = self._recipes.look(payload, key)
+        recipe = None if callable(rules) else seen.entry
         if recipe is None:
-            columns, placed = lower(nodes(spec), leaves, batch.spans, rules)
-            recipe = TreeRecipe(make_plan(leaves, columns, self._device_type(leaves)), spec, batch.spans, tuple(placed))
-            if key is not None:
-                self._recipes.put(key, leaves, recipe)
-        return PackedTree(self.run(recipe.plan, leaves, validate=False), recipe, values)
+            spec = seen.spec or flatten(payload)[1]
+            columns, placed = lower(nodes(spec), seen.leaves, batch.spans, rules)
+            plan = make_plan(seen.leaves, columns, self._device_type(seen.leaves))
+            recipe = TreeRecipe(plan, spec, batch.spans, tuple(placed))
+            if not callable(rules):
+                self._recipes.keep(seen, key, recipe)
+        return PackedTree(self.run(recipe.plan, seen.leaves, validate=False), recipe, seen.values)
 
     def run(self, plan: Plan, leaves: Sequence[Tensor], *, validate: bool = True) -> Snapshot:
         """Run a plan: gather on the current stream, copy to the host on the copy stream, return at once.
@@ -215,9 +217,9 @@ class Packer:
             uploads=engine.uploads,
             copied_bytes=engine.copied_bytes,
             plans_resident=len(engine.residents),
-            pinned_bytes=pool.pinned_bytes,
-            pinned_peak_bytes=pool.peak_bytes,
-            pinned_allocations=pool.allocations,
+            pinned_bytes=pool.pinned_bytes + engine.staging.pinned_bytes,
+            pinned_peak_bytes=pool.peak_bytes + engine.staging.peak_bytes,
+            pinned_allocations=pool.allocations + engine.staging.allocations,
             device_bytes=engine.ring.nbytes,
             device_allocations=engine.ring.allocations,
             slabs_in_use=pool.in_use,

@@ -62,10 +62,8 @@ class HostSlab:
 
     def is_idle(self) -> bool:
         """Whether no copy uses the memory any more."""
-        if self.flight is None or self.flight.is_done():
-            self.flight = None
-            return True
-        return False
+        flight = self.flight
+        return flight is None or flight.done or flight.is_done()
 
 
 class HostPool:
@@ -89,20 +87,25 @@ class HostPool:
         self.peak_bytes = 0
         self.allocations = 0
         self.refusal: str | None = None  # set once the system has refused pinned memory
-        self._pin = pin
+        self.pin = pin
         self._free: defaultdict[int, deque[HostSlab]] = defaultdict(deque)
         self._count: defaultdict[int, int] = defaultdict(int)
+        self._slabs: set[HostSlab] = set()  # keeps slabs and their watches alive while views hold only the array
         self._returned: deque[HostSlab] = deque()  # appended to by whichever thread drops the last view
         self._closed = False
 
     def give_back(self, slab: HostSlab) -> None:
         """Return a slab; safe from any thread, also inside a destructor."""
-        self._returned.append(slab)
+        if self._closed:  # every copy was waited for
+            self._forget(slab)
+        else:
+            self._returned.append(slab)
 
     def acquire(self, nbytes: int) -> HostSlab | None:
         """An idle slab of at least `nbytes`, or None where the budget or the system refuses one."""
         size = slab_class(nbytes)
-        self._collect()
+        if self._returned:
+            self._collect()
         free = self._free[size]
         for _ in range(len(free)):
             slab = free.popleft()
@@ -132,13 +135,14 @@ class HostPool:
         return sum(self._count.values()) - sum(map(len, self._free.values())) - len(self._returned)
 
     def close(self) -> None:
-        """Wait for the copies into idle slabs and drop them; slabs that views hold go when the views do."""
+        """Wait for the copies in flight and drop idle slabs; slabs that views hold go when the views do."""
+        for slab in self._slabs:
+            if slab.flight is not None:
+                slab.flight.wait()
         self._closed = True
         self._collect()
         for free in self._free.values():
             for slab in free:
-                if slab.flight is not None:
-                    slab.flight.wait()
                 self._forget(slab)
             free.clear()
 
@@ -146,12 +150,7 @@ class HostPool:
         returned = self._returned
         while returned:
             slab = returned.popleft()  # only here, under the packer's lock
-            if self._closed:
-                if slab.flight is not None:
-                    slab.flight.wait()
-                self._forget(slab)
-            else:
-                self._free[slab.capacity].append(slab)
+            self._free[slab.capacity].append(slab)
 
     def _grow(self, size: int) -> HostSlab | None:
         if self._count[size] >= self.slabs_per_class:
@@ -159,10 +158,11 @@ class HostPool:
         if self.pinned_bytes + size > self.budget_bytes and not self._trim(size):
             return None
         try:
-            slab = HostSlab(size, self, pin=self._pin)
+            slab = HostSlab(size, self, pin=self.pin)
         except RuntimeError as error:  # locked-memory limits of the system or the container
             self.refusal = str(error).splitlines()[0]
             return None
+        self._slabs.add(slab)
         self._count[size] += 1
         self.allocations += 1
         self.pinned_bytes += size
@@ -180,11 +180,12 @@ class HostPool:
                     self._forget(slab)
                 else:
                     free.append(slab)
-        if self._pin:
+        if self.pin:
             _release_cached_pinned_memory()
         return self.pinned_bytes + size <= self.budget_bytes
 
     def _forget(self, slab: HostSlab) -> None:
+        self._slabs.discard(slab)
         self._count[slab.capacity] -= 1
         self.pinned_bytes -= slab.capacity
 

@@ -51,7 +51,8 @@ class DeviceRing:
         for slab in self._slabs:
             if slab.capacity < nbytes:
                 continue
-            if slab.flight is None or slab.flight.is_done():
+            flight = slab.flight
+            if flight is None or flight.done or flight.is_done():
                 return self._to_end(slab)
             oldest = oldest or slab
         size = slab_class(nbytes)

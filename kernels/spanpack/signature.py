@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +35,9 @@ class _PlainSignature:
         self._facts = [_facts(leaf) for leaf in leaves]
 
     def matches(self, leaves: Sequence[Tensor]) -> bool:
-        return len(leaves) == len(self._facts) and [_facts(leaf) for leaf in leaves] == self._facts
+        if len(leaves) != len(self._facts) or not all(isinstance(leaf, Tensor) for leaf in leaves):
+            return False
+        return [_facts(leaf) for leaf in leaves] == self._facts
 
 
 def _facts(leaf: Tensor) -> tuple[Any, ...]:
@@ -56,45 +57,3 @@ def make_signature(leaves: Sequence[Tensor]) -> Signature:
         except (AttributeError, TypeError, RuntimeError):
             pass
     return _PlainSignature(leaves)
-
-
-EntryT = TypeVar("EntryT")
-
-
-class PlanCache(Generic[EntryT]):
-    """Entries found by a key and by what the leaves look like; the least recently used one goes first.
-
-    Parameters
-    ----------
-    capacity
-        Most keys kept. Under one key up to four looks are kept.
-    """
-
-    _LOOKS = 4
-
-    def __init__(self, capacity: int = 64) -> None:
-        self._capacity = capacity
-        self._entries: OrderedDict[Hashable, list[tuple[Signature, EntryT]]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return sum(map(len, self._entries.values()))
-
-    def get(self, key: Hashable, leaves: Sequence[Tensor]) -> EntryT | None:
-        """The entry put under `key` with leaves of the same dtypes, shapes, strides and devices, or None."""
-        looks = self._entries.get(key)
-        if looks is not None:
-            for signature, entry in looks:
-                if signature.matches(leaves):
-                    self._entries.move_to_end(key)
-                    return entry
-        return None
-
-    def put(self, key: Hashable, leaves: Sequence[Tensor], entry: EntryT) -> EntryT:
-        """Keep an entry; returns it."""
-        looks = self._entries.setdefault(key, [])
-        looks.insert(0, (make_signature(leaves), entry))
-        del looks[self._LOOKS :]
-        self._entries.move_to_end(key)
-        while len(self._entries) > self._capacity:
-            self._entries.popitem(last=False)
-        return entry

@@ -19,7 +19,7 @@ TreeSpec = tuple[Any, ...]  # flat, in walking order: LEAF, VALUE or (kind, *des
 
 LEAF: Final = "leaf"
 VALUE: Final = "value"
-_IMMUTABLE: Final = frozenset({str, bytes, int, float, bool, complex, type(None)})
+IMMUTABLE: Final = frozenset({str, bytes, int, float, bool, complex, type(None)})
 
 
 def flatten(tree: Any) -> tuple[list[Tensor], TreeSpec, list[Any]]:
@@ -54,7 +54,7 @@ def _walk(node: Any, leaves: list[Tensor], spec: list[Any], values: list[Any]) -
         children: Any = node.values()
     elif kind is list or kind is tuple:
         kinds = set(map(type, node))
-        if kinds <= _IMMUTABLE and kinds:
+        if kinds <= IMMUTABLE and kinds:
             spec.append(VALUE)
             values.append(list(node) if kind is list else node)
             return

@@ -1,0 +1,293 @@
+"""Measure packs on a CUDA or ROCm device, alone and while matmuls keep running beside them."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ._runtime import load_runtime
+from ._size_classes import LaunchConfig
+from ._tune_results import COPY_ENGINE, Bench, CallTimes, Transport
+from ._tune_workloads import Workload
+from .flight import FlightDeck
+from .gather import Launcher, gather_torch, stage
+from .plan import make_tiles
+
+POISON = 0xA5
+GUARD_BYTES = 4096  # behind the slab; nothing may be written there
+GRAPH_ROUNDS = 10
+CALLS = 100
+_MOST_BACKLOG_US = 400_000.0
+
+ResultT = TypeVar("ResultT")
+
+
+class CudaMeasurer:
+    """Makes benches on one device. Holds a few hundred MB until `close`.
+
+    Parameters
+    ----------
+    device
+        With its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        with torch.cuda.device(device):
+            self.stream = torch.cuda.Stream(device)  # stands for the one that produces the leaves
+            self.runtime = load_runtime(device)
+            self.launcher = Launcher(device)
+            self.flight = FlightDeck(self.runtime.make_event).take()
+            self.backlog = _Backlog(device)
+
+    def prepare(self, workload: Workload) -> Bench:
+        """Allocate and fill what a workload needs; may raise torch's out-of-memory error."""
+        with torch.cuda.device(self.device):
+            return CudaBench(self, workload)
+
+    def close(self) -> None:
+        """Wait until the device is idle."""
+        torch.cuda.synchronize(self.device)
+
+
+class CudaBench:
+    """One workload on the device.
+
+    Parameters
+    ----------
+    owner
+        Lends streams, events and the compiled kernels.
+    workload
+        What to pack.
+    """
+
+    def __init__(self, owner: CudaMeasurer, workload: Workload) -> None:
+        plan = workload.plan
+        device = owner.device
+        self._owner = owner
+        self._plan = plan
+        self._handle = owner.stream.cuda_stream
+        leaves = workload.make_leaves(device)
+        self._leaves = stage(plan, leaves)  # held: the kernel reads them by address
+        pointers = [leaf.data_ptr() for leaf in self._leaves]
+        kernel_leaves = set(plan.kernel_leaves)
+        table = torch.tensor([at if i in kernel_leaves else 0 for i, at in enumerate(pointers)], dtype=torch.int64)
+        self._pinned_addresses = table.pin_memory()
+        self._addresses = table.to(device)
+        self._slab = torch.empty(plan.device_bytes + GUARD_BYTES, dtype=torch.uint8, device=device)
+        self._expected = torch.full_like(self._slab, POISON)
+        gather_torch(plan, leaves, self._expected)
+        self._host_slab: Tensor | None = None
+        self._tiles: dict[LaunchConfig, Tensor] = {}
+        self._graphs: dict[tuple[LaunchConfig, Transport], torch.cuda.CUDAGraph] = {}
+        self._alone_us: dict[tuple[LaunchConfig, Transport], float] = {}
+        self._repeats = max(4, min(64, (64 << 20) // max(plan.device_bytes, 1)))
+        torch.cuda.synchronize(device)
+
+    def is_correct(self, config: LaunchConfig, transport: Transport = COPY_ENGINE) -> bool:
+        """Whether exactly the bytes of the plan's columns are written, as the torch reference writes them."""
+        with torch.cuda.device(self._owner.device):
+            slab = self._pinned() if transport.direct else self._slab
+            slab.fill_(POISON)
+            torch.cuda.synchronize()
+            self._gather(config, transport)()
+            torch.cuda.synchronize()
+            return torch.equal(slab.to(self._owner.device), self._expected)
+
+    def stream_us(self, config: LaunchConfig, transport: Transport = COPY_ENGINE, *, busy: bool) -> float:
+        """Median time that one pack takes on the producing stream, from replays of a graph of many."""
+        key = config, transport
+        with torch.cuda.device(self._owner.device):
+            if key not in self._graphs:
+                self._graphs[key] = self._capture(self._gather(config, transport))
+            graph = self._graphs[key]
+            if not busy or key not in self._alone_us:
+                self._alone_us[key] = self._replay_us(graph)
+            if not busy:
+                return self._alone_us[key]
+            expected_us = (self._alone_us[key] + self._owner.backlog.matmul_us) * self._repeats * GRAPH_ROUNDS
+            return self._owner.backlog.during(lambda: self._replay_us(graph), expected_us)
+
+    def call_us(self, config: LaunchConfig, transport: Transport, *, busy: bool) -> CallTimes:
+        """Median times that one pack takes as the host sees it."""
+        with torch.cuda.device(self._owner.device):
+            call = self._call(config, transport)
+            alone = self._time_calls(call)
+            if not busy:
+                return alone
+            expected_us = (alone.landed_us + self._owner.backlog.matmul_us) * CALLS
+            return self._owner.backlog.during(lambda: self._time_calls(call), expected_us)
+
+    def _gather(self, config: LaunchConfig, transport: Transport) -> Callable[[], None]:
+        """What one pack puts on the producing stream, descriptors first."""
+        tiles = self._tiles.get(config)
+        if tiles is None:
+            table = torch.from_numpy(make_tiles(self._plan.segments, config.tile_bytes))
+            tiles = self._tiles[config] = table.to(self._owner.device)
+        mapped, resident = self._pinned_addresses.data_ptr(), self._addresses.data_ptr()
+        read = mapped if transport.addresses == "mapped" else resident
+        launch = self._owner.launcher.bind(config, len(tiles), tiles.data_ptr(), read)
+        slab = (self._pinned() if transport.direct else self._slab).data_ptr()
+        handle = self._handle
+        if transport.addresses != "upload":
+            return lambda: launch(slab, handle)
+        upload, nbytes = self._owner.runtime.upload, self._addresses.nbytes
+
+        def upload_and_launch() -> None:
+            upload(resident, mapped, nbytes, handle)
+            launch(slab, handle)
+
+        return upload_and_launch
+
+    def _call(self, config: LaunchConfig, transport: Transport) -> Callable[[], None]:
+        """All that the host does for one pack, as the packer does it."""
+        gather = self._gather(config, transport)
+        runtime, flight, handle = self._owner.runtime, self._owner.flight, self._handle
+        host, slab, nbytes = self._pinned().data_ptr(), self._slab.data_ptr(), self._plan.device_bytes
+
+        def store_directly() -> None:
+            gather()
+            runtime.record(flight.landed, handle)
+
+        def bring_home() -> None:
+            gather()
+            runtime.bring_home(flight, host, slab, nbytes, handle)
+
+        return store_directly if transport.direct else bring_home
+
+    def _pinned(self) -> Tensor:
+        if self._host_slab is None:
+            self._host_slab = torch.empty(self._slab.shape, dtype=torch.uint8, pin_memory=True)
+        return self._host_slab
+
+    def _capture(self, gather: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        stream = self._owner.stream
+        with torch.cuda.stream(stream):
+            gather()
+            torch.cuda.synchronize()
+            # Not `torch.cuda.graph`, which collects garbage and empties torch's cache every time.
+            graph.capture_begin()
+            try:
+                for _ in range(self._repeats):
+                    gather()
+            finally:
+                graph.capture_end()
+        return graph
+
+    def _replay_us(self, graph: torch.cuda.CUDAGraph) -> float:
+        with torch.cuda.stream(self._owner.stream):
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(GRAPH_ROUNDS + 1)]
+            graph.replay()  # the host gets ahead of the device meanwhile
+            for event in events[:-1]:
+                event.record()
+                graph.replay()
+            events[-1].record()
+        self._owner.stream.synchronize()
+        rounds_ms = [float(start.elapsed_time(end)) for start, end in pairwise(events)]
+        return statistics.median(rounds_ms) * 1000 / self._repeats
+
+    def _time_calls(self, call: Callable[[], None]) -> CallTimes:
+        landed = self._owner.flight.landed
+        times_ns = np.empty((CALLS, 2), dtype=np.int64)  # until the call returns, until the bytes have landed
+        clock = time.perf_counter_ns
+        with _no_garbage_collection():
+            for row in range(CALLS):
+                start = clock()
+                call()
+                returned = clock()
+                while not landed.query():  # spins: waking up a sleeper would blur the difference
+                    pass
+                times_ns[row] = returned - start, clock() - start
+        host_us, landed_us = np.median(times_ns, axis=0) / 1000
+        return CallTimes(float(host_us), float(landed_us))
+
+
+class _Backlog:
+    """Matmuls of a decode step (64 rows, a weight of 64 MB) that keep a stream of their own busy.
+
+    Attributes
+    ----------
+    matmul_us
+        Time of one.
+    """
+
+    _ROWS, _INNER, _OUTER = 64, 4096, 8192
+    _IN_A_GRAPH = 32
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._last = torch.cuda.Event()
+        rows, weight, out = (
+            torch.zeros(shape, dtype=torch.float16, device=device)
+            for shape in ((self._ROWS, self._INNER), (self._INNER, self._OUTER), (self._ROWS, self._OUTER))
+        )
+        self._buffers = rows, weight, out  # held: the graph reads and writes them
+        torch.cuda.synchronize(device)
+        with torch.cuda.stream(self._stream):
+            for _ in range(3):  # libraries load and choose their kernels outside the capture
+                torch.mm(rows, weight, out=out)
+            self._stream.synchronize()
+            self._graph = torch.cuda.CUDAGraph()
+            self._graph.capture_begin()
+            try:
+                for _ in range(self._IN_A_GRAPH):
+                    torch.mm(rows, weight, out=out)
+            finally:
+                self._graph.capture_end()
+        self.matmul_us = 10.0
+        self.matmul_us = self._measure()
+
+    def during(self, measure: Callable[[], ResultT], expected_us: float) -> ResultT:
+        """Call `measure` while matmuls run; if they end before it does, once more with more of them.
+
+        Where the matmuls leave no room at all, the last measurement counts, which has waited for them.
+        """
+        while True:
+            self._fill(expected_us)
+            result = measure()
+            outlasted = not self._last.query()
+            self._stream.synchronize()
+            if outlasted or expected_us >= _MOST_BACKLOG_US:
+                return result
+            expected_us *= 2
+
+    def _fill(self, us: float) -> None:
+        """Queue matmuls for so many microseconds."""
+        count = max(2, round(min(us, _MOST_BACKLOG_US) / (self.matmul_us * self._IN_A_GRAPH)) + 1)
+        with torch.cuda.stream(self._stream):
+            for _ in range(count):
+                self._graph.replay()
+            self._last.record()
+
+    def _measure(self) -> float:
+        """Time of one matmul; brings the clocks up on the way."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(self._stream):
+            self._fill(100_000)
+            start.record()
+            for _ in range(8):
+                self._graph.replay()
+            end.record()
+        self._stream.synchronize()
+        return max(float(start.elapsed_time(end)) * 1000 / (8 * self._IN_A_GRAPH), 1.0)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

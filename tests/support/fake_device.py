@@ -1,0 +1,171 @@
+"""A simulated device: streams run only when a test lets them, so every order of events can be staged on the CPU.
+
+Stands in for `TorchRuntime` and `Launcher`. Memory is host memory. A launch reads its tables and its leaves when it is
+*run*, not when it is queued, as a GPU does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from spanpack.config import LaunchConfig
+
+SIDE = 7  # handle of the copy stream
+
+
+class FakeEvent:
+    """Reached once the work queued before its last record has run."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self.cuda_event = id(self)
+        self.issued = 0
+        self.reached = 0
+
+    def query(self) -> bool:
+        return self.reached >= self.issued
+
+    def synchronize(self) -> None:
+        self._device.host_waits += 1
+        self._device.run(until=self.query)
+
+
+class FakeDevice:
+    """The runtime of a device that does nothing by itself.
+
+    Attributes
+    ----------
+    stream
+        Handle of the current stream.
+    launches, copies, uploads, stream_waits, host_waits
+        What has been asked for.
+    """
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.stream = 1
+        self.launches = self.copies = self.uploads = self.stream_waits = self.host_waits = 0
+        self.refuse_memory = False
+        self.held: list[torch.Tensor] = []
+        self._queues: defaultdict[int, deque[tuple[Callable[[], bool], Callable[[], None]]]] = defaultdict(deque)
+        self._blocked: set[int] = set()
+
+    def current_stream(self) -> int:
+        return self.stream
+
+    def is_current(self) -> bool:
+        return True
+
+    def make_event(self, *, blocking: bool) -> FakeEvent:
+        del blocking
+        return FakeEvent(self)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        if self.refuse_memory:
+            raise torch.cuda.OutOfMemoryError("simulated")
+        return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
+
+    def bring_home(self, flight: Any, destination: int, source: int, nbytes: int, stream: int) -> None:
+        self.record(flight.packed, stream)
+        self.stream_wait(SIDE, flight.packed)
+        self.stream_waits -= 1  # counts only waits of producing streams
+        self._queue(SIDE, lambda: ctypes.memmove(destination, source, nbytes))
+        self.record(flight.landed, SIDE)
+        self.copies += 1
+
+    def upload(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        self._queue(stream, lambda: ctypes.memmove(destination, source, nbytes))
+        self.uploads += 1
+
+    def upload_pageable(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        taken = source.clone()
+        self._queue(self.stream, lambda: target.copy_(taken))
+
+    def record(self, event: FakeEvent, stream: int) -> None:
+        event.issued += 1
+        generation = event.issued
+
+        def reach() -> None:
+            event.reached = max(event.reached, generation)
+
+        self._queue(stream, reach)
+
+    def stream_wait(self, stream: int, event: FakeEvent) -> None:
+        generation = event.issued
+        self._queue(stream, lambda: None, ready=lambda: event.reached >= generation)
+        self.stream_waits += 1
+
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def hold(self, buffer: torch.Tensor) -> None:
+        self.held.append(buffer)
+
+    def synchronize(self) -> None:
+        self.run()
+
+    def enqueue(self, work: Callable[[], None], stream: int | None = None) -> None:
+        """Queue work of the test's own, such as overwriting a source as the next step's graph does."""
+        self._queue(self.stream if stream is None else stream, work)
+
+    def block(self, stream: int) -> None:
+        """Hold a stream up, as a long kernel does."""
+        self._blocked.add(stream)
+
+    def unblock(self, stream: int) -> None:
+        self._blocked.discard(stream)
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Run queued work, stream by stream, as far as it can go."""
+        moved = True
+        while moved and not until():
+            moved = False
+            for stream, queue in list(self._queues.items()):
+                while queue and stream not in self._blocked and queue[0][0]() and not until():
+                    queue.popleft()[1]()
+                    moved = True
+
+    @property
+    def idle(self) -> bool:
+        return not any(self._queues.values())
+
+    def _queue(
+        self, stream: int, work: Callable[[], Any], ready: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._queues[stream].append((ready, work))
+
+
+class FakeLauncher:
+    """Queues the gather on a fake device; `fail` makes the next launch raise."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self.configs: set[LaunchConfig] = set()
+        self.fail: Exception | None = None
+
+    def bind(self, config: LaunchConfig, num_tiles: int, tiles: int, addresses: int) -> Callable[[int, int], None]:
+        self.configs.add(config)
+
+        def launch(slab: int, stream: int) -> None:
+            if self.fail is not None:
+                failure, self.fail = self.fail, None
+                raise failure
+            self._device.enqueue(lambda: _gather(num_tiles, tiles, addresses, slab, config.tile_bytes), stream)
+            self._device.launches += 1
+
+        return launch
+
+
+def _gather(num_tiles: int, tiles: int, addresses: int, slab: int, tile_bytes: int) -> None:
+    table = np.ctypeslib.as_array((ctypes.c_int64 * (6 * num_tiles)).from_address(tiles)).reshape(-1, 6)
+    for leaf, source, destination, length, row_bytes, row_stride in table.tolist():
+        assert 0 < length <= tile_bytes
+        base = ctypes.c_int64.from_address(addresses + 8 * leaf).value + source
+        for done in range(0, length, row_bytes or length):
+            row = done // (row_bytes or length)
+            ctypes.memmove(slab + destination + done, base + row * row_stride, row_bytes or length)
