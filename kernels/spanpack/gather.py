@@ -45,6 +45,8 @@ def _copy_runs(
     targets: dict[int, Tensor] = {}
     with torch.no_grad():
         for column_index, leaf, start, rows, first_row in runs:
+            if not plan.columns[column_index].nbytes:
+                continue  # rows without elements
             target = targets.get(column_index)
             if target is None:
                 target = targets[column_index] = _column_of(slab, plan.columns[column_index])

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
+
 from spanpack import ColumnSpec, Plan, make_plan
 from spanpack.cuda import CudaEngine
 from spanpack.pool import HostPool
 from spanpack.stats import Fallbacks
-
 from tests.support.fake_device import SIDE, FakeDevice, FakeLauncher
 
 ROWS, WIDTH = 6, 40
@@ -41,8 +40,8 @@ def rows(leaf: torch.Tensor, starts: list[int], counts: list[int]) -> Plan:
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    yield Rig()
+def rig() -> Rig:
+    return Rig()
 
 
 def numbers(seed: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from spanpack.config import LaunchConfig
 
 SIDE = 7  # handle of the copy stream
@@ -134,9 +135,7 @@ class FakeDevice:
     def idle(self) -> bool:
         return not any(self._queues.values())
 
-    def _queue(
-        self, stream: int, work: Callable[[], Any], ready: Callable[[], bool] = lambda: True
-    ) -> None:
+    def _queue(self, stream: int, work: Callable[[], Any], ready: Callable[[], bool] = lambda: True) -> None:
         self._queues[stream].append((ready, work))
 
 
