@@ -22,8 +22,9 @@ from .gather import gather_torch, gather_triton
 from .packed_tree import PackedTree
 from .packer import Packer
 from .placement import Placement, RowMap
-from .plan import Plan, make_plan
+from .plan import Plan
 from .plan_cache import PlanCache, Sighting
+from .planner import make_plan
 from .snapshot import Snapshot
 from .stats import Stats
 from .tree import flatten, unflatten

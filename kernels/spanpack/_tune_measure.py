@@ -20,7 +20,7 @@ from ._tune_results import COPY_ENGINE, Bench, CallTimes, Transport
 from ._tune_workloads import Workload
 from .flight import FlightDeck
 from .gather import Launcher, gather_torch, stage
-from .plan import make_tiles
+from .tiles import make_tiles
 
 POISON = 0xA5
 GUARD_BYTES = 4096  # behind the slab; nothing may be written there

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .columns import ColumnSpec
-from .plan import Plan, make_plan
+from .plan import Plan
+from .planner import make_plan
 
 MakeLeaves = Callable[[torch.device], Sequence[Tensor]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,21 @@ class ColumnSpec:
     rows: Int64Array  # [num_pieces]
     scalar: bool = False
 
+    @property
+    def first_leaf(self) -> int:
+        """The leaf of the first piece."""
+        return self.leaves if isinstance(self.leaves, int) else int(self.leaves[0])
+
+    @property
+    def leaf_set(self) -> set[int]:
+        """The leaves that it takes pieces from."""
+        return {self.leaves} if isinstance(self.leaves, int) else set(self.leaves.tolist())
+
+    def pieces(self) -> Iterator[tuple[int, int, int]]:
+        """Leaf, first row and number of rows of each piece."""
+        leaves = np.broadcast_to(np.asarray(self.leaves), self.rows.shape)
+        return zip(leaves.tolist(), self.starts.tolist(), self.rows.tolist(), strict=True)
+
     @staticmethod
     def whole(leaf: int, tensor: Tensor, copies: int = 1) -> ColumnSpec:
         """The whole of one leaf, `copies` times (an own copy for each of so many requests)."""
@@ -51,3 +66,21 @@ class ColumnSpec:
         scalar = tensors[0].dim() == 0
         rows = np.array([1 if scalar else tensor.shape[0] for tensor in tensors], dtype=np.int64)
         return ColumnSpec(np.asarray(leaves, dtype=np.int64), np.zeros(len(leaves), dtype=np.int64), rows, scalar)
+
+
+Pieces = tuple[Int64Array, Int64Array, Int64Array]  # leaf, first row, rows of each, [num_pieces]
+
+
+def merge_pieces(spec: ColumnSpec) -> Pieces:
+    """Pieces that follow each other in their leaf, taken together; pieces without rows, dropped."""
+    leaf = np.broadcast_to(np.asarray(spec.leaves, dtype=np.int64), spec.rows.shape)
+    start, rows = spec.starts, spec.rows
+    if not rows.all():
+        keep = rows > 0
+        leaf, start, rows = leaf[keep], start[keep], rows[keep]
+    if len(start) > 1:
+        joined = (leaf[1:] == leaf[:-1]) & (start[1:] == start[:-1] + rows[:-1])
+        if joined.any():
+            heads = np.flatnonzero(np.concatenate(([True], ~joined)))
+            leaf, start, rows = leaf[heads], start[heads], np.add.reduceat(rows, heads)
+    return leaf, start, rows

@@ -17,15 +17,17 @@ from torch import Tensor
 
 from ._runtime import TorchRuntime
 from .columns import ColumnSpec
-from .config import LaunchConfig, choose_config
+from .config import ConfigTable, LaunchConfig
 from .errors import DeviceError
 from .flight import Flight, FlightDeck
 from .gather import Launcher, copy_opaque, gather_host, gather_torch, stage
-from .plan import Plan, Route, make_plan, make_tiles
+from .plan import Plan, Route
+from .planner import make_plan
 from .pool import ByteArray, HostPool, HostSlab
 from .ring import DeviceRing, DeviceSlab
 from .snapshot import Snapshot
 from .stats import Fallbacks
+from .tiles import make_tiles
 
 _address_of = Tensor.data_ptr
 _MAX_RESIDENT = 128
@@ -79,10 +81,20 @@ class CudaEngine:
         Where slower paths are counted.
     launcher
         Launches the compiled kernel; None to gather with torch copies.
+    configs
+        How packs of each size are launched.
     """
 
-    def __init__(self, runtime: TorchRuntime, pool: HostPool, fallbacks: Fallbacks, launcher: Launcher | None) -> None:
+    def __init__(
+        self,
+        runtime: TorchRuntime,
+        pool: HostPool,
+        fallbacks: Fallbacks,
+        launcher: Launcher | None,
+        configs: ConfigTable | None = None,
+    ) -> None:
         self.runtime = runtime
+        self.configs = configs or ConfigTable()
         self.pool = pool
         self.staging = HostPool(_STAGING_BUDGET_BYTES, pin=pool.pin)  # of descriptors on their way to the device
         self.ring = DeviceRing(runtime)
@@ -106,43 +118,76 @@ class CudaEngine:
         stream = self.runtime.current_stream()
         host = self.pool.acquire(plan.slab_bytes)
         lease = host.lease(plan.slab_bytes) if host else None  # from here on an error gives the slab back
+        if plan.device_bytes <= self.configs.direct_store_bytes and host is not None and lease is not None:
+            return self._run_direct(plan, leaves, host, lease, stream)
         device = self._device_slab(plan, stream)
         if host is None or lease is None or device is None:
             return self._run_degraded(plan, leaves, host, lease, device, stream)
         flight = host.flight = device.flight = self.deck.take()
-        self._gather(plan, leaves, device, stream, flight)
+        if not self._launch(plan, leaves, device.address, stream, flight):
+            gather_torch(plan, leaves, device.tensor)
         self.runtime.bring_home(flight, host.address, device.address, plan.device_bytes, stream)
         self.copies += 1
         self.copied_bytes += plan.device_bytes
         return self._snapshot(plan, leaves, lease, flight, host)
 
-    def _gather(self, plan: Plan, leaves: Sequence[Tensor], device: DeviceSlab, stream: int, flight: Flight) -> None:
-        if self.launcher is None:
-            gather_torch(plan, leaves, device.tensor)
-            return
+    def _run_direct(
+        self, plan: Plan, leaves: Sequence[Tensor], host: HostSlab, lease: ByteArray, stream: int
+    ) -> Snapshot:
+        """The kernel stores into the pinned slab, which the device has mapped: no device slab and no copy."""
+        flight = host.flight = self.deck.take()
+        if not self._launch(plan, leaves, host.address, stream, flight):
+            gather_torch(plan, leaves, torch.from_numpy(lease))
+        self.runtime.record(flight.packed, stream)
+        self.runtime.record(flight.landed, stream)
+        return self._snapshot(plan, leaves, lease, flight, host)
+
+    def _launch(self, plan: Plan, leaves: Sequence[Tensor], slab: int, stream: int, flight: Flight) -> bool:
+        """Launch the gather into the memory at `slab`; False where torch has to do it."""
+        resident = self.residents.get(plan)
+        if resident is None:
+            resident = self._make_resident(plan, leaves)
+            if resident is None:
+                return False
+        else:
+            self.residents.move_to_end(plan)
         addresses = tuple(map(_address_of, leaves)) if plan.reads_every_leaf else _addresses(plan, leaves)
-        resident = self.residents.get(plan) or self._make_resident(plan, leaves)
         if resident.stream != stream:
             self._change_stream(resident, stream)
         if resident.known != addresses:
             self._upload(resident, addresses, stream, flight)
-        resident.launch(device.address, stream)
+        resident.launch(slab, stream)
         resident.flight = flight
         self.launches += 1
+        return True
 
-    def _make_resident(self, plan: Plan, leaves: Sequence[Tensor]) -> _Resident:
+    def _make_resident(self, plan: Plan, leaves: Sequence[Tensor]) -> _Resident | None:
         for index in plan.kernel_leaves:
             if leaves[index].device != self.runtime.device:
                 raise DeviceError(
                     f"leaf {index} is on {leaves[index].device}, this packer serves {self.runtime.device}; "
                     "use one packer per device"
                 )
-        assert self.launcher is not None
-        config = choose_config(plan.device_bytes, len(plan.segments))
-        resident = self.residents[plan] = _Resident(plan, config, self.runtime, self.launcher)
+        if self.launcher is None:
+            return None
+        config = self.configs.choose(plan.device_bytes, len(plan.segments))
+        try:
+            resident = _Resident(plan, config, self.runtime, self.launcher)
+        except torch.cuda.OutOfMemoryError:
+            self.fallbacks.note("device memory", "no device memory for descriptors; gathering with torch copies")
+            return None
+        except Exception as error:  # noqa: BLE001 - whatever a compiler, a driver or a read-only cache may raise
+            self._give_up_triton(error)
+            return None
+        self.residents[plan] = resident
         while len(self.residents) > _MAX_RESIDENT:
             self.residents.popitem(last=False)
         return resident
+
+    def _give_up_triton(self, error: Exception) -> None:
+        self.fallbacks.note("triton failed", f"the Triton kernel can't be used ({error}); gathering with torch copies")
+        self.launcher = None
+        self.residents.clear()
 
     def _change_stream(self, resident: _Resident, stream: int) -> None:
         """Let a resident be read and written on another stream than before."""
@@ -203,7 +248,8 @@ class CudaEngine:
             return self._snapshot(plan, leaves, array, flight, host)
         device.flight = flight
         self.ring.detach(device)
-        self._gather(plan, leaves, device, stream, flight)
+        if not self._launch(plan, leaves, device.address, stream, flight):
+            gather_torch(plan, leaves, device.tensor)
         self.runtime.record(flight.packed, stream)
         self.runtime.record(flight.landed, stream)
         self.copies += 1
@@ -236,20 +282,14 @@ class CudaEngine:
             flights = [self.deck.take() for _ in range(slabs + 2)]
         del flights
 
-    def warmup(self, configs: Sequence[LaunchConfig]) -> bool:
-        """Compile, launch and check every configuration; whether Triton is fit for use."""
-        if self.launcher is None:
-            return False
+    def warmup(self) -> None:
+        """Compile, launch and check every configuration that a pack can be given."""
         try:
             with torch.cuda.device(self.runtime.device):
-                for config in configs:
+                for config in self.configs.configs if self.launcher is not None else ():
                     self._self_test(config)
-        except Exception as error:  # noqa: BLE001 - whatever a compiler, a driver or a read-only cache may raise
-            self.fallbacks.note(
-                "triton failed", f"the Triton kernel can't be used ({error}); gathering with torch copies"
-            )
-            self.launcher = None
-        return self.launcher is not None
+        except Exception as error:  # noqa: BLE001 - as when a plan is first launched
+            self._give_up_triton(error)
 
     def _self_test(self, config: LaunchConfig) -> None:
         """Pack runs, odd bytes and strided rows through one configuration and compare with torch."""

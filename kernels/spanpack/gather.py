@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .config import LaunchConfig, choose_config
 from .errors import UnavailableError
-from .plan import Column, Plan, Route, make_tiles
+from .plan import Column, Plan, Route, Run
+from .tiles import make_tiles
 
 __all__ = ["Launcher", "gather_torch", "gather_triton", "interpreted", "triton_available"]
 
@@ -39,9 +40,7 @@ def gather_host(plan: Plan, leaves: Sequence[Tensor], slab: Tensor) -> None:
     _copy_runs(plan, plan.host_runs, leaves, slab)
 
 
-def _copy_runs(
-    plan: Plan, runs: Sequence[tuple[int, int, int, int, int]], leaves: Sequence[Tensor], slab: Tensor
-) -> None:
+def _copy_runs(plan: Plan, runs: Sequence[Run], leaves: Sequence[Tensor], slab: Tensor) -> None:
     targets: dict[int, Tensor] = {}
     with torch.no_grad():
         for column_index, leaf, start, rows, first_row in runs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from types import TracebackType
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ._runtime import load_runtime
 from .batch import Batch
-from .config import DEFAULT_CONFIGS
+from .config import load_configs
 from .cuda import CudaEngine
 from .errors import ClosedError, DeviceError, LeafError, UnavailableError
 from .gather import (
@@ -27,8 +28,9 @@ from .gather import (
 )
 from .packed_tree import PackedTree, TreeRecipe
 from .placement import Rules, lower
-from .plan import Plan, make_plan
+from .plan import Plan
 from .plan_cache import PlanCache
+from .planner import make_plan
 from .pool import HostPool
 from .snapshot import Snapshot
 from .stats import Fallbacks, Stats
@@ -56,6 +58,9 @@ class Packer:
         further snapshots are copied out, so that views kept for long do not pin memory without bound.
     copy_stream
         Side stream for the copies to the host; by default one of its own.
+    tuned
+        Launch configurations from ``python -m spanpack.tune``; by default the file that ``SPANPACK_TUNED`` names, then
+        the one shipped for this GPU, then a heuristic.
 
     Raises
     ------
@@ -81,6 +86,7 @@ class Packer:
         pinned_budget_bytes: int = 1 << 30,
         slabs_per_class: int = 8,
         copy_stream: torch.cuda.Stream | None = None,
+        tuned: str | os.PathLike[str] | None = None,
     ) -> None:
         self.device = _resolve_device(device)
         self._fallbacks = Fallbacks()
@@ -94,12 +100,14 @@ class Packer:
         if self.device.type == "cuda":
             runtime = load_runtime(self.device, copy_stream)
             launcher = Launcher(self.device) if self._use_triton else None
-            self._engine = CudaEngine(runtime, self._pool, self._fallbacks, launcher)
+            configs = load_configs(torch.cuda.get_device_name(self.device), tuned)
+            self._engine = CudaEngine(runtime, self._pool, self._fallbacks, launcher, configs)
 
     @property
     def backend(self) -> str:
         """``"triton"`` or ``"torch"``: what gathers."""
-        return "triton" if self._use_triton else "torch"
+        uses_triton = self._use_triton if self._engine is None else self._engine.launcher is not None
+        return "triton" if uses_triton else "torch"
 
     def pack(self, payload: Any, batch: Batch, rules: Rules | None = None) -> PackedTree:
         """Take a snapshot of a payload for the consumers of a batch.
@@ -199,7 +207,7 @@ class Packer:
         """
         if self._engine is not None:
             with self._lock:
-                self._use_triton = self._engine.warmup(DEFAULT_CONFIGS)
+                self._engine.warmup()
 
     def stats(self) -> Stats:
         """Counters since the packer was made."""

@@ -21,7 +21,8 @@ from spanpack._tune_results import COPY_ENGINE, CallTimes, Findings, Transport
 from spanpack._tune_search import Search, TuneError, candidates
 from spanpack._tune_workloads import Workload, awkward_workload, default_workloads, uniform_workload
 from spanpack._tuned_file import read_tuned
-from spanpack.plan import Route, make_tiles
+from spanpack.plan import Route
+from spanpack.tiles import make_tiles
 from spanpack.tune import Job, ProgressBar, most_frequent
 
 MACHINE = Machine("NVIDIA H200", "3.6.0", "2.11.0", "2026-11-29")
