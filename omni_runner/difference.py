@@ -1,0 +1,27 @@
+"""What distinguishes two tensors, byte for byte."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def difference(expected: Tensor | None, found: Tensor | None) -> str:
+    """What distinguishes two host tensors, an empty text if nothing does.
+
+    dtype, shape and bytes count, so NaN payloads and the sign of zero do too.
+    """
+    if expected is None or found is None:
+        return "" if expected is found else f"{_kind(expected)} against {_kind(found)}"
+    if expected.dtype != found.dtype or expected.shape != found.shape:
+        return f"{_kind(expected)} against {_kind(found)}"
+    if not expected.numel():
+        return ""
+    left, right = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (expected, found))
+    unequal = left != right
+    count = int(unequal.sum())
+    return f"{count} of {left.numel()} bytes differ, the first at {int(unequal.nonzero()[0])}" if count else ""
+
+
+def _kind(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

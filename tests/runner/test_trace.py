@@ -1,0 +1,284 @@
+"""Traces: written and read back bit for bit, bad files named, contents scrubbed on request."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("safetensors", reason="traces are written with safetensors")
+
+import torch
+from safetensors.torch import load_file
+
+from omni_runner.demo.traces import shipped_traces
+from omni_runner.errors import TraceError
+from omni_runner.trace import Trace, TraceStep, load_trace
+from omni_runner.trace_record import StepRecorder, TraceWriter, save_trace
+
+
+def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right) if tensor.numel()]
+    return not flat or torch.equal(*flat)
+
+
+def assert_same_tree(left: Any, right: Any) -> None:
+    assert type(left) is type(right)
+    if isinstance(left, torch.Tensor):
+        assert same_bytes(left, right)
+        assert left.stride() == right.stride()
+    elif isinstance(left, dict):
+        assert list(left) == list(right)
+        for key in left:
+            assert_same_tree(left[key], right[key])
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right)
+        for a, b in zip(left, right, strict=True):
+            assert_same_tree(a, b)
+    else:
+        assert left == right
+
+
+def odd_payload() -> dict[str, Any]:
+    """A tree with every kind of node and layout that a trace must bring back."""
+    block = torch.arange(3 * 2 * 8, dtype=torch.float32).reshape(2, 3, 8)
+    return {
+        "hidden_states": {"layers": {0: torch.randn(5, 8).bfloat16(), 24: torch.randn(8, 5).T}},
+        "embed": {"bos": [block[:, 0]], "eos": (block[:, 2],), "expanded": torch.randn(1, 4).expand(6, 4)},
+        "codes": {"audio": [torch.arange(6).reshape(2, 3), torch.zeros(0, 3, dtype=torch.int64)]},
+        "nan": torch.tensor([float("nan"), -0.0, float("inf")]),
+        "scalar": torch.tensor(7, dtype=torch.int8),
+        "flags": torch.tensor([True, False]),
+        "plain": {"rate": 24000, "name": "voice", "ratio": 0.5, "none": None, "yes": True},
+    }
+
+
+def step_of(payload: Any, **changes: Any) -> TraceStep:
+    step = TraceStep(
+        request_ids=("a", "b"),
+        num_scheduled_tokens=(3, 2),
+        query_start_loc=(0, 3, 5, 5),
+        needs_payload=("b",),
+        include_hidden=True,
+        hidden_states=torch.randn(5, 4),
+        staged_hidden_states_cpu=None,
+        multimodal_outputs=payload,
+    )
+    return replace(step, **changes)
+
+
+def write(path: Path, *steps: TraceStep, scrub: bool = False) -> Path:
+    save_trace(path, Trace({"stage": "thinker", "model": "/home/secret/voices"}, steps), scrub)
+    return path
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    step = step_of(odd_payload(), elements=(0,), time_s=2.0)
+    loaded = load_trace(write(tmp_path / "t", step))
+    assert loaded.stage == "thinker"
+    assert loaded.about["scrubbed"] is False
+    assert replace(loaded.steps[0], multimodal_outputs=None, hidden_states=None) == replace(
+        step, multimodal_outputs=None, hidden_states=None, time_s=0.0
+    )
+    assert_same_tree(loaded.steps[0].multimodal_outputs, step.multimodal_outputs)
+    assert_same_tree(loaded.steps[0].hidden_states, step.hidden_states)
+
+
+def test_views_of_one_block_come_back_as_such(tmp_path: Path) -> None:
+    embed = load_trace(write(tmp_path / "t", step_of(odd_payload()))).steps[0].multimodal_outputs["embed"]
+    first, last = embed["bos"][0], embed["eos"][0]
+    assert first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    assert (last.data_ptr() - first.data_ptr()) == 2 * 8 * 4
+
+
+def test_equal_contents_are_stored_once(tmp_path: Path) -> None:
+    payload = {"x": torch.ones(100), "y": torch.ones(100), "z": torch.zeros(100)}
+    write(tmp_path / "t", step_of(payload, hidden_states=None), step_of(payload, hidden_states=None))
+    assert len(load_file(tmp_path / "t.safetensors")) == 2
+
+
+def test_a_far_view_does_not_allocate_its_block(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", step_of({"x": torch.randn(8, 5).T}))
+    text = path.with_suffix(".json").read_text()
+    document = json.loads(text)
+    document["steps"][0]["multimodal_outputs"]["dict"][0][1]["stride"] = [1, 1 << 40]
+    path.with_suffix(".json").write_text(json.dumps(document))
+    assert load_trace(path).steps[0].multimodal_outputs["x"].is_contiguous()
+
+
+@pytest.mark.parametrize("suffix", ["", ".json", ".safetensors"])
+def test_either_file_names_the_trace(tmp_path: Path, suffix: str) -> None:
+    write(tmp_path / "stage-1.2", step_of({}))
+    assert len(load_trace(tmp_path / f"stage-1.2{suffix}").steps) == 1
+
+
+def broken(path: Path, edit: Any) -> Path:
+    """The trace at `path` with its JSON document changed by `edit`."""
+    file = path.with_suffix(".json")
+    document = json.loads(file.read_text())
+    edit(document)
+    file.write_text(json.dumps(document))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda d: d.update(format=2), "format 2"),
+        (lambda d: d.pop("format"), "no field 'format'"),
+        (lambda d: d.pop("steps"), "no list 'steps'"),
+        (lambda d: d["steps"][0].pop("request_ids"), "step 0: field 'request_ids' is missing"),
+        (lambda d: d["steps"][0].update(query_start_loc=[0, 3]), "2 request ids need"),
+        (lambda d: d["steps"][0].update(needs_payload=["c"]), "'c', which is not in the batch"),
+        (lambda d: d["steps"][0].update(elements=[0, 1]), "2 elements for 1 requests"),
+        (lambda d: d["steps"][0].update(hidden_states={"tensor": "t9"}), "'t9' is not in"),
+        (lambda d: d["steps"][0].update(hidden_states={"blob": 1}), "none of the known kinds"),
+        (lambda d: d["steps"][0].update(num_scheduled_tokens=3), "step 0: malformed"),
+        (lambda d: d["steps"][0]["hidden_states"].update(stride=[-4, 1]), "has stride"),
+    ],
+)
+def test_bad_documents(tmp_path: Path, edit: Any, message: str) -> None:
+    path = broken(write(tmp_path / "t", step_of({})), edit)
+    with pytest.raises(TraceError, match=r"t\.json") as error:
+        load_trace(path)
+    assert message in str(error.value)
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"nowhere\.json"):
+        load_trace(tmp_path / "nowhere")
+    write(tmp_path / "t", step_of({}))
+    (tmp_path / "t.safetensors").unlink()
+    with pytest.raises(TraceError, match=r"t\.safetensors is missing"):
+        load_trace(tmp_path / "t")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 40, -7])
+def test_truncated_files(tmp_path: Path, keep: int) -> None:
+    path = write(tmp_path / "t", step_of(odd_payload()))
+    for suffix, message in ((".safetensors", "damaged or truncated"), (".json", "not JSON")):
+        file = path.with_suffix(suffix)
+        whole = file.read_bytes()
+        file.write_bytes(whole[:keep])
+        with pytest.raises(TraceError, match=message):
+            load_trace(path)
+        file.write_bytes(whole)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TraceError, match="cannot write trace"):
+        write(tmp_path / "file" / "t", step_of({}))
+
+
+def test_scrubbed_traces_keep_form_and_lose_content(tmp_path: Path) -> None:
+    secret = {
+        "hidden": torch.full((500,), 3.25),
+        "ids": torch.arange(1000, 1500).repeat(2),
+        "bits": torch.ones(64, dtype=torch.bool),
+        "half": torch.full((9,), 7.0, dtype=torch.bfloat16),
+        "strided": torch.full((6, 4), 7.0).T,
+        "req_id": ["b", "a secret"],
+        "count": 123456789,
+    }
+    given = step_of(secret, hidden_states=None)
+    step = load_trace(write(tmp_path / "t", given, scrub=True)).steps[0]
+    text = (tmp_path / "t.json").read_text()
+    found = step.multimodal_outputs
+    assert step.request_ids == ("r0", "r1")
+    assert step.needs_payload == ("r1",)
+    assert found["req_id"] == ["r1", "xxxxxxxx"]
+    assert "secret" not in text
+    assert load_trace(tmp_path / "t").about["model"] == "voices"
+    assert "123456789" not in text
+    for key in ("hidden", "ids", "half", "strided"):
+        assert found[key].shape == secret[key].shape
+        assert found[key].dtype == secret[key].dtype
+        assert found[key].stride() == secret[key].stride()
+        assert not torch.equal(found[key], secret[key])
+    assert int(found["ids"].min()) >= 1000
+    assert int(found["ids"].max()) < 1500
+    assert not found["bits"].all()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float8_e4m3fn, torch.complex64, torch.float64])
+def test_every_dtype_can_be_scrubbed(tmp_path: Path, dtype: torch.dtype) -> None:
+    path = write(
+        tmp_path / "t",
+        step_of({"x": torch.zeros(4, 2, dtype=dtype), "e": torch.zeros(0, dtype=dtype)}),
+        scrub=True,
+    )
+    found = load_trace(path).steps[0].multimodal_outputs
+    assert found["x"].dtype == dtype
+    assert found["e"].shape == (0,)
+
+
+def recorded_step(**changes: Any) -> SimpleNamespace:
+    fields: dict[str, Any] = {
+        "request_ids": ("a", "b"),
+        "starts": [0, 3],
+        "rows": [3, 1],
+        "consumers": (1,),
+        "elements": (1,),
+        "is_sparse": False,
+    }
+    return SimpleNamespace(**(fields | changes))
+
+
+def test_recorder_writes_after_the_last_step(tmp_path: Path) -> None:
+    recorder = StepRecorder(tmp_path / "new", 2, {"stage": "talker"})
+    hidden = torch.randn(4, 8)
+    assert recorder.record(recorded_step(), hidden, None, {"codes": torch.arange(4)}) is None
+    hidden_then = hidden.clone()
+    hidden.zero_()  # the engine reuses its buffers
+    file = recorder.record(recorded_step(elements=(0,), is_sparse=True), hidden, None, {}, include_hidden=False)
+    assert file is not None
+    assert not recorder.active
+    assert recorder.record(recorded_step(), hidden, None, {}) is None
+    trace = load_trace(file)
+    assert [step.include_hidden for step in trace.steps] == [True, False]
+    assert [step.elements for step in trace.steps] == [None, (0,)]
+    assert trace.steps[0].query_start_loc == (0, 3, 4)
+    assert trace.steps[0].needs_payload == ("b",)
+    assert same_bytes(trace.steps[0].hidden_states, hidden_then)  # type: ignore[arg-type]
+
+
+def test_recorder_writes_what_it_has_when_closed(tmp_path: Path) -> None:
+    recorder = StepRecorder(tmp_path, 100, {"stage": "talker"})
+    recorder.record(recorded_step(), None, None, {"codes": torch.arange(4)})
+    file = recorder.close()
+    assert file is not None
+    assert len(load_trace(file).steps) == 1
+    assert recorder.close() is None
+    assert StepRecorder(tmp_path / "unused", 5, {}).close() is None
+    assert not (tmp_path / "unused").exists()
+
+
+def test_recorder_is_bounded(tmp_path: Path) -> None:
+    recorder = StepRecorder(tmp_path, 100, {}, max_bytes=1000)
+    assert recorder.record(recorded_step(), torch.zeros(1000), None, {}) is not None
+
+
+def test_what_a_trace_cannot_hold_is_named(tmp_path: Path) -> None:
+    writer = TraceWriter()
+    writer.add(step_of({"sparse": torch.eye(3).to_sparse(), "object": object()}))
+    writer.save(tmp_path / "t", {})
+    assert "sparse" in (tmp_path / "t.json").read_text()
+    assert load_trace(tmp_path / "t").steps[0].multimodal_outputs == {"sparse": None, "object": None}
+
+
+@pytest.mark.parametrize("path", shipped_traces(), ids=lambda path: path.name)
+def test_shipped_traces_round_trip(tmp_path: Path, path: Path) -> None:
+    trace = load_trace(path)
+    save_trace(tmp_path / "copy", trace)
+    copy = load_trace(tmp_path / "copy")
+    assert len(copy.steps) == len(trace.steps)
+    for a, b in zip(copy.steps, trace.steps, strict=True):
+        assert_same_tree(a.multimodal_outputs, b.multimodal_outputs)
+        assert a.query_start_loc == b.query_start_loc
