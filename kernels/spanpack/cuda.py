@@ -152,11 +152,16 @@ class CudaEngine:
         else:
             self.residents.move_to_end(plan)
         addresses = tuple(map(_address_of, leaves)) if plan.reads_every_leaf else _addresses(plan, leaves)
-        if resident.stream != stream:
-            self._change_stream(resident, stream)
-        if resident.known != addresses:
-            self._upload(resident, addresses, stream, flight)
-        resident.launch(slab, stream)
+        try:
+            if resident.stream != stream:
+                self._change_stream(resident, stream)
+            if resident.known != addresses:
+                self._upload(resident, addresses, stream, flight)
+            resident.launch(slab, stream)
+        except Exception:
+            del self.residents[plan]  # what the device has of it is not known any more
+            self.runtime.record(flight.landed, stream)  # an upload may be under way: its source stays taken until then
+            raise
         resident.flight = flight
         self.launches += 1
         return True
@@ -248,6 +253,7 @@ class CudaEngine:
             return self._snapshot(plan, leaves, array, flight, host)
         device.flight = flight
         self.ring.detach(device)
+        self.runtime.hold(device.tensor)  # no copy on the side stream holds it back when the snapshot is dropped
         if not self._launch(plan, leaves, device.address, stream, flight):
             gather_torch(plan, leaves, device.tensor)
         self.runtime.record(flight.packed, stream)
@@ -279,6 +285,8 @@ class CudaEngine:
         """Allocate device slabs and events for `slabs` packs of `nbytes` in flight."""
         with torch.cuda.device(self.runtime.device):
             self.ring.reserve(nbytes, slabs)
+            # Whoever had this memory before may still have work on this stream; packs may come on any.
+            torch.cuda.current_stream().synchronize()
             flights = [self.deck.take() for _ in range(slabs + 2)]
         del flights
 

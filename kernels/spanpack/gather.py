@@ -97,9 +97,30 @@ def stage(plan: Plan, leaves: Sequence[Tensor]) -> list[Tensor]:
     return read
 
 
-def copy_opaque(plan: Plan, leaves: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Copies, on their device, of the leaves that are moved as objects."""
-    return {i: leaves[i].detach().clone() for i, route in enumerate(plan.routes) if route is Route.OPAQUE}
+class OpaqueCopy:
+    """A copy of a leaf that is moved as an object: on its device, until it is fetched."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        self._copy = leaf.detach().clone()
+        self._made: torch.cuda.Event | None = None
+        if leaf.device.type == "cuda":  # whoever fetches it may be on another stream
+            self._made = torch.cuda.Event(blocking=True)
+            self._made.record(torch.cuda.current_stream(leaf.device))
+
+    def is_done(self) -> bool:
+        """Whether the copy on the device is made; never blocks."""
+        return self._made is None or self._made.query()
+
+    def fetch(self) -> Tensor:
+        """The copy, on the host."""
+        if self._made is not None:
+            self._made.synchronize()
+        return self._copy.cpu()
+
+
+def copy_opaque(plan: Plan, leaves: Sequence[Tensor]) -> dict[int, OpaqueCopy]:
+    """Copies of the leaves that are moved as objects, by leaf."""
+    return {i: OpaqueCopy(leaves[i]) for i, route in enumerate(plan.routes) if route is Route.OPAQUE}
 
 
 def interpreted() -> bool:

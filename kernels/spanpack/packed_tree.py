@@ -72,7 +72,7 @@ class PackedTree:
         self.snapshot.wait()
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether the device is done, see `Snapshot.done`."""
         return self.snapshot.done()
 
     def views(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from .planner import make_plan
 from .pool import HostPool
 from .snapshot import Snapshot
 from .stats import Fallbacks, Stats
-from .tree import flatten, nodes
+from .tree import Node, flatten, nodes
 
 Backend = Literal["auto", "triton", "torch"]
 
@@ -144,8 +144,10 @@ class Packer:
         recipe = None if callable(rules) else seen.entry
         if recipe is None:
             spec = seen.spec or flatten(payload)[1]
-            columns, placed = lower(nodes(spec), seen.leaves, batch.spans, rules)
-            plan = make_plan(seen.leaves, columns, self._device_type(seen.leaves))
+            found = nodes(spec)
+            self._check_devices(found, seen.leaves)
+            columns, placed = lower(found, seen.leaves, batch.spans, rules)
+            plan = make_plan(seen.leaves, columns, self.device.type)
             recipe = TreeRecipe(plan, spec, batch.spans, tuple(placed))
             if not callable(rules):
                 self._recipes.keep(seen, key, recipe)
@@ -172,7 +174,7 @@ class Packer:
         ClosedError
             The packer was closed.
         """
-        if validate and not plan.signature.matches(leaves):
+        if validate and not (plan.signature.matches(leaves) or plan.signature.admits(leaves)):
             raise LeafError(
                 f"these {len(leaves)} leaves differ from those of the plan ({len(plan.routes)}) in number, dtype, "
                 "shape, strides or device; make a plan for them"
@@ -188,6 +190,8 @@ class Packer:
                 snapshot = self._run_host_part(plan, leaves)
             else:
                 snapshot = self._engine.run(plan, leaves)
+            if plan.has_opaque:
+                self._fallbacks.note("opaque", "sparse and quantized leaves are copied one by one, as objects")
             self._packs += 1
             self._payload_bytes += plan.payload_bytes
         return snapshot
@@ -253,13 +257,14 @@ class Packer:
     ) -> None:
         self.close()
 
-    def _device_type(self, leaves: Sequence[Tensor]) -> str:
-        for index, leaf in enumerate(leaves):
-            if leaf.device.type != "cpu" and leaf.device != self.device:
-                raise DeviceError(
-                    f"leaf {index} is on {leaf.device}, this packer serves {self.device}; use one packer per device"
-                )
-        return self.device.type
+    def _check_devices(self, found: Sequence[Node], leaves: Sequence[Tensor]) -> None:
+        for node in found:
+            for index in node.leaves:
+                device = leaves[index].device
+                if device.type != "cpu" and device != self.device:
+                    raise DeviceError(
+                        f"{node.path!r} is on {device}, this packer serves {self.device}; use one packer per device"
+                    )
 
     def _run_on_host(self, plan: Plan, leaves: Sequence[Tensor]) -> Snapshot:
         array = np.empty(plan.slab_bytes, dtype=np.uint8)

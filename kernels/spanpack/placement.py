@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from .batch import Spans
@@ -44,6 +45,7 @@ class RowMap:
     key: tuple[tuple[str, int, int], ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", dict(self.rows))  # the caller's may change
         object.__setattr__(self, "key", tuple((name, *span) for name, span in self.rows.items()))
 
     def __hash__(self) -> int:
@@ -110,9 +112,16 @@ def _lower_node(
     tensor = tensors[0]
     if tensor.dim() == 0:
         raise PlacementError(f"{node.path!r} is 0-dimensional; {_name(rule)} takes a tensor with rows")
+    if _is_opaque(tensor):
+        raise PlacementError(
+            f"{node.path!r} is sparse or quantized and can only be packed whole; {_name(rule)} takes rows of it. "
+            "Declare it Placement.INVARIANT or Placement.SHARED"
+        )
     if isinstance(rule, RowMap):
         return _row_map(node, tensor, spans, rule, columns)
     _check_rows(node, tensor, spans)
+    if not spans.consumers:
+        return Placed(node, (), False)
     columns.append(ColumnSpec(node.leaves[0], spans.consumer_starts, spans.consumer_rows))
     return Placed(node, tuple(((len(columns) - 1, piece),) for piece in range(len(spans.consumers))), False)
 
@@ -166,8 +175,13 @@ def _per_request(node: Node, tensors: Sequence[Tensor], spans: Spans, columns: l
 
 def _look(tensor: Tensor) -> object:
     """Tensors of equal look can stand in one column. Opaque ones can't share."""
-    ordinary = str(tensor.layout) == "torch.strided" and not tensor.is_quantized
-    return (tensor.dtype, tensor.dim() == 0, tensor.shape[1:], tensor.device) if ordinary else id(tensor)
+    if _is_opaque(tensor):
+        return object()
+    return tensor.dtype, tensor.dim() == 0, tensor.shape[1:], tensor.device
+
+
+def _is_opaque(tensor: Tensor) -> bool:
+    return tensor.layout != torch.strided or tensor.is_quantized
 
 
 def _whole(node: Node, tensors: Sequence[Tensor], spans: Spans, columns: list[ColumnSpec], *, shared: bool) -> Placed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class _Look(Generic[EntryT]):
 class PlanCache(Generic[EntryT]):
     """Entries found by a key and by how a payload looks: its structure, its leaves' dtypes, shapes, strides, devices.
 
-    Addresses and plain values play no part. The least recently used entry goes first.
+    Addresses and plain values play no part. The least recently used entry goes first. Safe to use from several threads.
 
     Parameters
     ----------
@@ -72,7 +73,8 @@ class PlanCache(Generic[EntryT]):
     def __init__(self, capacity: int = 64) -> None:
         self._capacity = capacity
         self._looks: OrderedDict[Hashable, list[_Look[EntryT]]] = OrderedDict()
-        self._recent: list[_Look[EntryT]] = []  # tried first, by unpacking instead of walking
+        self._recent: list[_Look[EntryT]] = []  # tried first, by unpacking instead of walking; replaced, never changed
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return sum(map(len, self._looks.values()))
@@ -98,17 +100,19 @@ class PlanCache(Generic[EntryT]):
                         return Sighting(leaves, found[1], (), look.entry)
         walked, spec, values = flatten(tree)
         walked.extend(extra)
-        return Sighting(walked, values, spec, self._find(spec, key, walked))
+        with self._lock:
+            return Sighting(walked, values, spec, self._find(spec, key, walked))
 
     def keep(self, seen: Sighting[EntryT], key: Hashable, entry: EntryT) -> None:
         """Keep an entry for payloads like one that `look` found nothing for."""
         look = _Look(key, compile_matcher(seen.spec), make_signature(seen.leaves), entry)
-        looks = self._looks.setdefault((seen.spec, key), [])
-        looks.insert(0, look)
-        del looks[self._SHAPES :]
-        while len(self._looks) > self._capacity:
-            self._looks.popitem(last=False)
-        self._bring_forward(look)
+        with self._lock:
+            looks = self._looks.setdefault((seen.spec, key), [])
+            looks.insert(0, look)
+            del looks[self._SHAPES :]
+            while len(self._looks) > self._capacity:
+                self._looks.popitem(last=False)
+            self._bring_forward(look)
 
     def _find(self, spec: TreeSpec, key: Hashable, leaves: Sequence[Tensor]) -> EntryT | None:
         looks = self._looks.get((spec, key))

@@ -159,7 +159,7 @@ class _Planner:
 
     def _opaque(self, spec: ColumnSpec, leaf: int, offset: int) -> Column:
         tensor = self.leaves[leaf]
-        whole = isinstance(spec.leaves, int) and not spec.starts.any()
+        whole = len(spec.leaf_set) == 1 and not spec.starts.any()
         if not whole or (tensor.dim() and (spec.rows != tensor.shape[0]).any()):
             raise LeafError(
                 f"leaf {leaf} is {_kind(tensor)} with layout {tensor.layout}: it can only be packed whole, "

@@ -91,7 +91,8 @@ class HostPool:
         self._free: defaultdict[int, deque[HostSlab]] = defaultdict(deque)
         self._count: defaultdict[int, int] = defaultdict(int)
         self._slabs: set[HostSlab] = set()  # keeps slabs and their watches alive while views hold only the array
-        self._returned: deque[HostSlab] = deque()  # appended to by whichever thread drops the last view
+        # Appended to by whichever thread drops the last view, perhaps in the middle of anything: never iterated over.
+        self._returned: defaultdict[int, deque[HostSlab]] = defaultdict(deque)
         self._closed = False
 
     def give_back(self, slab: HostSlab) -> None:
@@ -99,13 +100,12 @@ class HostPool:
         if self._closed:  # every copy was waited for
             self._forget(slab)
         else:
-            self._returned.append(slab)
+            self._returned[slab.capacity].append(slab)
 
     def acquire(self, nbytes: int) -> HostSlab | None:
         """An idle slab of at least `nbytes`, or None where the budget or the system refuses one."""
         size = slab_class(nbytes)
-        if self._returned:
-            self._collect()
+        self._collect(size)
         free = self._free[size]
         for _ in range(len(free)):
             slab = free.popleft()
@@ -117,7 +117,7 @@ class HostPool:
     def reserve(self, nbytes: int, slabs: int) -> None:
         """Allocate ahead, so that later no `acquire` has to."""
         size = slab_class(nbytes)
-        self._collect()
+        self._collect(size)
         while self._count[size] < slabs:
             slab = self._grow(size)
             if slab is None:
@@ -126,13 +126,14 @@ class HostPool:
 
     def is_crowded(self, capacity: int) -> bool:
         """Whether so many slabs of this capacity are out that views should be copied out of the next ones."""
-        idle = len(self._free[capacity]) + sum(slab.capacity == capacity for slab in tuple(self._returned))
+        idle = len(self._free[capacity]) + len(self._returned[capacity])
         return 2 * (self._count[capacity] - idle) > self.slabs_per_class
 
     @property
     def in_use(self) -> int:
         """Slabs that a snapshot or a view holds."""
-        return sum(self._count.values()) - sum(map(len, self._free.values())) - len(self._returned)
+        idle = sum(map(len, (*self._free.values(), *self._returned.values())))
+        return sum(tuple(self._count.values())) - idle
 
     def close(self) -> None:
         """Wait for the copies in flight and drop idle slabs; slabs that views hold go when the views do."""
@@ -140,17 +141,17 @@ class HostPool:
             if slab.flight is not None:
                 slab.flight.wait()
         self._closed = True
-        self._collect()
+        for size in tuple(self._returned):
+            self._collect(size)
         for free in self._free.values():
             for slab in free:
                 self._forget(slab)
             free.clear()
 
-    def _collect(self) -> None:
-        returned = self._returned
+    def _collect(self, size: int) -> None:
+        returned, free = self._returned[size], self._free[size]
         while returned:
-            slab = returned.popleft()  # only here, under the packer's lock
-            self._free[slab.capacity].append(slab)
+            free.append(returned.popleft())  # only here, under the packer's lock
 
     def _grow(self, size: int) -> HostSlab | None:
         if self._count[size] >= self.slabs_per_class:
@@ -171,6 +172,8 @@ class HostPool:
 
     def _trim(self, size: int) -> bool:
         """Drop idle slabs of other sizes until `size` more bytes fit; whether they do."""
+        for other in tuple(self._returned):
+            self._collect(other)
         for other, free in sorted(self._free.items()):
             for _ in range(len(free) if other != size else 0):
                 if self.pinned_bytes + size <= self.budget_bytes:

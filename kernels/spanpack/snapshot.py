@@ -14,6 +14,7 @@ from .plan import Plan
 
 if TYPE_CHECKING:
     from .flight import Flight
+    from .gather import OpaqueCopy
     from .pool import ByteArray, HostSlab
 
 # torch's stubs know these two only in the form that fills given tensors.
@@ -28,7 +29,18 @@ class Snapshot:
     use by a copy are not touched before the copy is over.
     """
 
-    __slots__ = ("_copy_out", "_finish", "_flight", "_landed", "_lease", "_lock", "_opaque", "_plan", "_slab")
+    __slots__ = (
+        "_copies",
+        "_copy_out",
+        "_finish",
+        "_flight",
+        "_landed",
+        "_lease",
+        "_lock",
+        "_opaque",
+        "_plan",
+        "_slab",
+    )
 
     def __init__(
         self,
@@ -38,15 +50,16 @@ class Snapshot:
         flight: Flight | None = None,
         slab: HostSlab | None = None,
         finish: Callable[[], ByteArray] | None = None,
-        opaque: dict[int, Tensor] | None = None,
+        opaque: dict[int, OpaqueCopy] | None = None,
     ) -> None:
         self._plan = plan
         self._lease = lease  # [slab_bytes] uint8; every view holds it, and with it the slab
         self._flight = flight
         self._slab = slab
         self._finish = finish  # copies what was left on the device; returns the lease
-        self._opaque = opaque or {}
-        self._landed = flight is None and finish is None and not self._opaque
+        self._copies = opaque or {}
+        self._opaque: dict[int, Tensor] = {}  # the same, once they are on the host
+        self._landed = flight is None and finish is None and not opaque
         self._copy_out = False
         self._lock = threading.Lock()
 
@@ -56,17 +69,14 @@ class Snapshot:
         return self._plan
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._landed or (self._finish is None and self._flight is not None and self._flight.is_done())
+        """Whether the device is done: `wait` then returns at once, or after one copy where a slower path was taken."""
+        if self._landed:
+            return True
+        flown = self._flight is None or self._flight.is_done()
+        return flown and all(copy.is_done() for copy in self._copies.values())
 
     def wait(self) -> None:
-        """Sleep until the bytes are on the host. Further calls return at once.
-
-        Raises
-        ------
-        ClosedError
-            The snapshot was released before.
-        """
+        """Sleep until the bytes are on the host. Further calls return at once."""
         if self._landed:
             return
         with self._lock:
@@ -77,8 +87,8 @@ class Snapshot:
             if self._finish is not None:
                 self._lease = self._finish()
                 self._finish = None
-            for leaf, tensor in self._opaque.items():
-                self._opaque[leaf] = tensor.cpu()
+            self._opaque = {leaf: copy.fetch() for leaf, copy in self._copies.items()}
+            self._copies = {}
             if self._slab is not None:
                 self._copy_out = self._slab.crowded()
             self._landed = True
@@ -91,10 +101,16 @@ class Snapshot:
         Tensor
             ``[sum of rows, *row_shape]`` in the dtype of its leaves, ``[num_pieces]`` for 0-dimensional leaves. A
             view into the slab with a storage of its own that holds this column only.
+
+        Raises
+        ------
+        ClosedError
+            The snapshot was released before.
         """
         self.wait()
         column = self._plan.columns[index]
         if column.opaque is not None:
+            self._bytes()  # raises after release()
             return self._opaque[column.opaque]
         if not column.nbytes:
             return torch.empty(column.shape, dtype=column.dtype)
@@ -145,6 +161,7 @@ class Snapshot:
         with self._lock:
             self._lease = None
             self._finish = None
+            self._copies = {}
             self._opaque = {}
             self._landed = True
 

@@ -167,10 +167,13 @@ def _find_nodes(spec: TreeSpec, at: int, path: tuple[str, ...], found: list[Node
         found.append(Node(".".join(path), (leaf,), False))
         return at, leaf + 1
     kind, described, *more = token
-    named = kind is dict or kind is Mapping or "dataclass" in more
-    if not named and described and all(child is LEAF for child in spec[at : at + described]):
+    if kind is dict or kind is Mapping or "dataclass" in more:
+        names: Sequence[Any] | None = described
+    else:
+        names = more[0] if more else None  # the fields of a named tuple
+    if names is None and described and all(child is LEAF for child in spec[at : at + described]):
         found.append(Node(".".join(path), tuple(range(leaf, leaf + described)), True))
         return at + described, leaf + described
-    for key in described if named else range(described):
+    for key in range(described) if names is None else names:
         at, leaf = _find_nodes(spec, at, (*path, str(key)), found, leaf)
     return at, leaf

@@ -1,0 +1,1 @@
+"""Parts of the program bench/snapshot.py."""

@@ -1,0 +1,93 @@
+"""The chart of a results file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bench._snapshot.results import Document
+
+# Fixed, so that a provider has its colour in every chart. Ours stands out, ceilings are pale.
+_LOOKS = {
+    "ours": ("#d1495b", "ours"),
+    "stock_v1": ("#30638e", "stock vllm-omni, V1"),
+    "stock_v2": ("#6a9fc9", "stock vllm-omni, MRv2"),
+    "torch_cat": ("#8d96a3", "torch.cat + one copy"),
+    "foreach_copy": ("#b9b4a5", "torch._foreach_copy_ + one copy"),
+    "memcpy_batch": ("#edae49", "cudaMemcpyBatchAsync + one copy"),
+    "one_copy": ("#e3e3e3", "one copy, nothing else"),
+}
+_PANELS = (
+    ("host_us", "Host time on the critical path: call and hand-over to the builder, GPU idle", tuple(_LOOKS)),
+    ("ready_us", "From the call until every request's payload exists", ("ours", "stock_v1", "stock_v2")),
+)
+_ORDER = (
+    "thinker_decode_1",
+    "thinker_decode_8",
+    "thinker_decode_64",
+    "thinker_decode_256",
+    "thinker_padded",
+    "thinker_mixed",
+    "thinker_subset",
+    "thinker_prefill_8k",
+    "thinker_prefill_32k",
+    "talker_decode_64",
+    "tts_decode_64",
+    "few_leaves",
+    "many_leaves",
+)  # traces come behind
+_LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.4}
+_WIDTH_IN, _PANEL_IN = 12.0, 3.4
+
+
+def draw(document: Document, file: Path) -> None:
+    """Draw the chart; the file's suffix decides the format.
+
+    Bars are medians on a logarithmic axis, the thin line goes up to p99.9.
+    """
+    import matplotlib  # noqa: PLC0415  only charts need it
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "omni-runner"  # the same data, the same file
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    figure, axes = pyplot.subplots(len(_PANELS), 1, figsize=(_WIDTH_IN, _PANEL_IN * len(_PANELS)), layout="constrained")
+    for axis, (measure, title, providers) in zip(axes, _PANELS, strict=True):
+        _panel(axis, document, measure, providers)
+        axis.set_title(title, loc="left", fontsize=10)
+    axes[0].legend(ncols=4, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, 1.28))
+    versions = document["versions"]
+    figure.supxlabel(
+        f"{document['gpu']}, torch {versions['torch']}, commit {document['commit']}, {document['date'][:10]}",
+        fontsize=8,
+        color="#555555",
+    )
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None, dpi=150)
+    pyplot.close(figure)
+
+
+def _panel(axis: Any, document: Document, measure: str, providers: tuple[str, ...]) -> None:
+    rows = {(row["scenario"], row["provider"]): row[measure] for row in document["rows"]}
+    measured = document["scenarios"]
+    scenarios = [name for name in _ORDER if name in measured] + [name for name in measured if name not in _ORDER]
+    width = 0.84 / len(providers)
+    for place, provider in enumerate(providers):
+        found = [(number, figures) for number, name in enumerate(scenarios) if (figures := rows.get((name, provider)))]
+        if not found:
+            continue
+        at = [number + (place - (len(providers) - 1) / 2) * width for number, _ in found]
+        typical = [figures["p50"] for _, figures in found]
+        colour, label = _LOOKS[provider]
+        axis.bar(at, typical, width * 0.92, color=colour, label=label)
+        axis.vlines(at, typical, [figures["p999"] for _, figures in found], color="#444444", linewidth=0.6)
+        if provider in ("ours", "stock_v1"):
+            for x, value in zip(at, typical, strict=True):
+                axis.text(x, value * 1.08, f"{value:.0f}", ha="center", va="bottom", fontsize=6, bbox=_LABEL_BOX)
+    axis.set_yscale("log")
+    axis.set_ylabel("microseconds")
+    axis.set_xticks(range(len(scenarios)), [name.replace("_", "\n", 1) for name in scenarios], fontsize=8)
+    axis.grid(axis="y", color="#e6e6e6", linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.margins(x=0.01)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)

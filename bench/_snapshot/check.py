@@ -1,0 +1,120 @@
+"""Is what a provider delivers right? Asked before anything is timed.
+
+The step's tensors are written by the device after a long kernel, just before the call, and overwritten right after
+it. A provider that does not wait for the producing stream, or reads its sources too late, shows other bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench._snapshot.machine import Machine
+from bench._snapshot.provider import Provider, StepInput, Work
+from bench._snapshot.scenarios import Scenario, map_tensors, random_like, tensors_of
+from omni_runner.difference import difference
+from omni_runner.reference import Payloads, reference_payloads
+from omni_runner.replay import compare_payloads
+from omni_runner.trace import TraceStep
+
+_ROUNDS = 5  # more than the slots of any provider's ring
+_LARGE_BYTES = 64 << 20
+_LARGE_ROUNDS = 2  # comparing takes long there
+_HOLD_US = 2000.0
+_SCRIBBLE = 0xA5
+
+
+class WrongBytes(Exception):
+    """A provider delivered something else than the reference."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What one checked pass saw.
+
+    Attributes
+    ----------
+    d2h_bytes : float
+        Copied from the device to the host, on average over the kinds of steps.
+    """
+
+    d2h_bytes: float
+
+
+def check(provider: Provider, machine: Machine, scenario: Scenario) -> Checked:
+    """Compare a provider's bytes with the reference.
+
+    Raises
+    ------
+    WrongBytes
+        With the first differences.
+    """
+    copied = []
+    rounds = _ROUNDS if scenario.payload_bytes < _LARGE_BYTES else _LARGE_ROUNDS
+    for number in range(max(rounds, len(scenario.distinct_steps))):
+        step = scenario.step(number)
+        device_leaves = [leaf for leaf in tensors_of(step) if leaf.device == machine.device]
+        fresh = map_tensors(step, lambda leaf: random_like(leaf) if leaf.device == machine.device else leaf)
+        fresh_leaves = [leaf for leaf in tensors_of(fresh) if leaf.device == machine.device]
+        machine.synchronize()
+        machine.occupy(_HOLD_US)
+        if provider.owns_bytes:
+            for leaf, source in zip(device_leaves, fresh_leaves, strict=True):
+                leaf.copy_(source)
+        given = StepInput.of(step)
+        taken = provider.take(given)
+        work = provider.hand_over(given, taken, only_wait=False)
+        if provider.owns_bytes:
+            for leaf in device_leaves:
+                leaf.view(torch.uint8).fill_(_SCRIBBLE) if leaf.is_contiguous() and leaf.dim() else leaf.zero_()
+        work.join()
+        machine.synchronize()
+        problems = _problems(provider, fresh, given, taken, work) if provider.owns_bytes else []
+        if problems:
+            raise WrongBytes(f"{provider.name}, {scenario.name}, round {number}: " + "; ".join(problems[:3]))
+        copied.append(provider.d2h_bytes(taken) if provider.lands else 0)
+    return Checked(sum(copied) / len(copied))
+
+
+def _problems(provider: Provider, expected: TraceStep, given: StepInput, taken: Any, work: Work) -> list[str]:
+    if provider.builds:
+        reference = reference_payloads(expected)
+        found = _consumers_only(reference, provider.payloads(given, work))
+        if _is_same(reference, found):
+            return []
+        return compare_payloads(expected.request_ids, reference, found)
+    device = provider.machine.device
+    leaves = [leaf for leaf in tensors_of(expected) if leaf.device == device]
+    return [
+        f"leaf {index}: {problem}"
+        for index, (leaf, found) in enumerate(zip(leaves, provider.leaf_bytes(taken), strict=True))
+        if (problem := difference(leaf.cpu().reshape(-1).view(torch.uint8), found))
+    ]
+
+
+def _is_same(reference: Payloads, found: Payloads) -> bool:
+    """The quick answer; `compare_payloads` tells what differs."""
+    return all(
+        (expected is None and payload is None)
+        or (
+            expected is not None
+            and payload is not None
+            and expected.keys() == payload.keys()
+            and all(_is_equal(tensor, payload[key]) for key, tensor in expected.items())
+        )
+        for expected, payload in zip(reference, found, strict=True)
+    )
+
+
+def _is_equal(left: Tensor, right: Tensor) -> bool:
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right)))
+
+
+def _consumers_only(reference: Payloads, found: Payloads) -> Payloads:
+    """Without what was built for requests that nobody asked for; Model Runner V2 does that."""
+    return [None if expected is None else payload for expected, payload in zip(reference, found, strict=True)]

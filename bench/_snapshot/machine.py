@@ -1,0 +1,195 @@
+"""What the measuring loops ask of the machine: a producing stream, a way to keep it busy, and counters."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+_SLEEP_CYCLES = 2_000_000  # of the calibration
+_EMPTY_PAIRS = 200
+
+
+class Machine(Protocol):
+    """A device with one producing stream, which is torch's current stream.
+
+    Attributes
+    ----------
+    device : torch.device
+        Where the payloads are.
+    compute : torch.cuda.Stream or None
+        The producing stream; None on the CPU.
+    copy_stream : torch.cuda.Stream or None
+        For the baselines' copies.
+    """
+
+    device: torch.device
+    compute: torch.cuda.Stream | None
+    copy_stream: torch.cuda.Stream | None
+
+    def synchronize(self) -> None:
+        """Wait until the device is idle."""
+
+    def occupy(self, duration_us: float) -> None:
+        """Keep the producing stream busy from now on."""
+
+    def mark_start(self) -> None:
+        """Put a time stamp into the producing stream."""
+
+    def mark_end(self) -> bool:
+        """Put the second one; whether the device has not come to the first yet."""
+
+    def marked_us(self) -> float | None:
+        """GPU time between the two, less what an empty pair takes; the device must be idle. None on the CPU."""
+
+    def pinned_allocations(self) -> int | None:
+        """How often torch has asked the system for pinned memory; None where torch does not count it."""
+
+
+class CudaMachine:
+    """One CUDA device. Not the legacy stream: the engine has its own, and batched copies refuse the legacy one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        torch.cuda.set_device(device)
+        self.compute: torch.cuda.Stream | None = torch.cuda.Stream(device)
+        self.copy_stream: torch.cuda.Stream | None = torch.cuda.Stream(device)
+        torch.cuda.set_stream(self.compute)
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+        self._empty_us = 0.0
+        self._warm_up()
+        self._cycles_per_us = self._calibrate()
+        self._empty_us = self._measure_empty_pair()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def occupy(self, duration_us: float) -> None:
+        torch.cuda._sleep(int(duration_us * self._cycles_per_us))
+
+    def mark_start(self) -> None:
+        self._start.record(self.compute)
+
+    def mark_end(self) -> bool:
+        self._end.record(self.compute)
+        return not self._start.query()
+
+    def marked_us(self) -> float | None:
+        return float(self._start.elapsed_time(self._end)) * 1000 - self._empty_us
+
+    def pinned_allocations(self) -> int | None:
+        return torch.cuda.host_memory_stats().get("num_host_alloc")
+
+    def _warm_up(self) -> None:
+        """Bring the clocks up, so that a cycle is as long now as later."""
+        matrix = torch.randn(4096, 4096, device=self.device, dtype=torch.bfloat16)
+        for _ in range(300):
+            matrix @ matrix
+        torch.cuda._sleep(1000)
+        self.synchronize()
+
+    def _calibrate(self) -> float:
+        self.mark_start()
+        torch.cuda._sleep(_SLEEP_CYCLES)
+        self.mark_end()
+        self.synchronize()
+        return _SLEEP_CYCLES / (float(self._start.elapsed_time(self._end)) * 1000)
+
+    def _measure_empty_pair(self) -> float:
+        found = []
+        for _ in range(_EMPTY_PAIRS):
+            self.occupy(30)
+            self.mark_start()
+            self.mark_end()
+            self.synchronize()
+            found.append(self._start.elapsed_time(self._end) * 1000)
+        return float(np.median(found))
+
+
+class CpuMachine:
+    """A machine without a GPU: the program can be tried there, its figures mean nothing."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.compute: torch.cuda.Stream | None = None
+        self.copy_stream: torch.cuda.Stream | None = None
+
+    def synchronize(self) -> None:
+        pass
+
+    def occupy(self, duration_us: float) -> None:
+        pass
+
+    def mark_start(self) -> None:
+        pass
+
+    def mark_end(self) -> bool:
+        return False
+
+    def marked_us(self) -> float | None:
+        return None
+
+    def pinned_allocations(self) -> int | None:
+        return 0
+
+
+def open_machine(device: str) -> Machine:
+    """The machine for ``"cuda"``, ``"cuda:1"`` or ``"cpu"``."""
+    torch.set_num_threads(1)  # as in the engine's worker processes
+    if torch.device(device).type == "cpu":
+        return CpuMachine()
+    index = torch.device(device).index
+    return CudaMachine(torch.device("cuda", torch.cuda.current_device() if index is None else index))
+
+
+class CompileCounter:
+    """Counts what Triton compiles or loads from its disk cache; a kernel already in memory does not count."""
+
+    def __init__(self) -> None:
+        self.count: int | None = 0
+        try:
+            import triton  # noqa: PLC0415  absent on some machines, where nothing can be compiled
+
+            triton.knobs.compilation.listener = self._on_compile
+        except (ImportError, AttributeError):
+            self.count = None
+
+    def _on_compile(self, **_: Any) -> None:
+        self.count = (self.count or 0) + 1
+
+
+def gpu_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def host_facts() -> dict[str, Any]:
+    """Processor, number of cores and kernel of the host."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        models = [
+            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        cpu = f"{len(models)} x {models[0]}" if models else cpu
+    return {"cpu": cpu, "system": f"{platform.system()} {platform.release()}"}
+
+
+def commit_of(repository: Path) -> str | None:
+    """The commit that is checked out, with a plus sign if files differ from it; None outside a git checkout."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=False
+            )
+        except OSError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "--short=12", "HEAD")
+    return f"{commit}+" if commit and git("status", "--porcelain") else commit

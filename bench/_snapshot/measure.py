@@ -1,0 +1,289 @@
+"""The measuring loops: providers take turns in one process, block by block.
+
+Every call stands alone: the device is idle before it (or busy with a long kernel, where that is what is measured), and
+the step is waited for before the next one. The provider before it is another one as often as not, and in an engine a
+whole step lies between two snapshots, so caches are no warmer than there.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench._snapshot.machine import CompileCounter, Machine
+from bench._snapshot.provider import Provider, StepInput
+from bench._snapshot.scenarios import Scenario
+
+BLOCK_CALLS = 50
+FEWEST_CALLS = 60
+_WARMUP_CALLS = 100
+_WARMUP_S = 0.1
+_FEWEST_WARMUP_CALLS = 6
+_BUSY_MARGIN_US = 80.0
+_now = time.perf_counter_ns
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much to measure.
+
+    Attributes
+    ----------
+    calls : int
+        Of each provider and pass, unless time runs out.
+    seconds : float
+        For one scenario, all passes and providers together. Slow providers then make fewer calls, fast ones do not.
+    """
+
+    calls: int
+    seconds: float
+
+
+@dataclass
+class Samples:
+    """What was measured of one provider in one scenario; times in nanoseconds."""
+
+    host: list[float] = field(default_factory=list)
+    host_busy: list[float] = field(default_factory=list)
+    landed: list[float] = field(default_factory=list)
+    ready: list[float] = field(default_factory=list)
+    compute: list[float] = field(default_factory=list)
+    busy_calls: int = 0
+    pinned_allocations: int | None = 0
+    compilations: int | None = 0
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One kind of measurement: its share of the time, who takes part, and one call."""
+
+    share: float
+    takes_part: Callable[[Provider], bool]
+    call: Callable[[Provider, StepInput, Samples], None]
+
+
+class Bench:
+    """Measures the providers of one scenario.
+
+    Parameters
+    ----------
+    machine
+        Where.
+    scenario
+        What.
+    providers
+        Who, in any order.
+    compilations
+        Counts what Triton compiles.
+    """
+
+    def __init__(
+        self, machine: Machine, scenario: Scenario, providers: Sequence[Provider], compilations: CompileCounter
+    ) -> None:
+        self._machine = machine
+        self._scenario = scenario
+        self._providers = list(providers)
+        self._compilations = compilations
+        self._number = 0
+        self._hold_us: dict[str, float] = {}
+        self.samples = {provider.name: Samples() for provider in providers}
+        self.failures: dict[str, str] = {}
+        self._passes = (
+            _Pass(0.28, lambda provider: provider.lands, self._idle_call),
+            _Pass(0.32, lambda provider: True, self._busy_call),
+            _Pass(0.18, lambda provider: provider.lands, self._landed_call),
+            _Pass(0.22, lambda provider: provider.builds, self._ready_call),
+        )
+
+    def run(self, budget: Budget) -> None:
+        """Measure everything; a provider that raises is left out from then on, and named in `failures`."""
+        end = time.perf_counter() + budget.seconds
+        for place, measured in enumerate(self._passes):
+            # What the passes before have left over goes to those that follow.
+            share = measured.share / sum(later.share for later in self._passes[place:])
+            costs_s = self._warm_up(measured)
+            calls = share_calls(costs_s, (end - time.perf_counter()) * share, budget.calls)
+            for name, count in _blocks(calls):
+                self._block(measured, name, count)
+
+    def _warm_up(self, measured: _Pass) -> dict[str, float]:
+        """Seconds that one call takes, everything around it included."""
+        costs_s = {}
+        for provider in list(self._providers):
+            if not measured.takes_part(provider):
+                continue
+            scratch = Samples()
+            durations_s: list[float] = []
+            self._attempt(provider, lambda p=provider, s=scratch, d=durations_s: self._warm_calls(measured, p, s, d))
+            if durations_s:
+                settled = durations_s[len(durations_s) // 2 :]
+                costs_s[provider.name] = sum(settled) / len(settled)
+            if scratch.host:
+                typical_us = sorted(scratch.host)[len(scratch.host) // 2] / 1000
+                self._hold_us[provider.name] = 2 * typical_us + _BUSY_MARGIN_US
+        return {name: cost for name, cost in costs_s.items() if name not in self.failures}
+
+    def _warm_calls(self, measured: _Pass, provider: Provider, samples: Samples, durations_s: list[float]) -> None:
+        end = time.perf_counter() + _WARMUP_S
+        while len(durations_s) < _FEWEST_WARMUP_CALLS or (
+            len(durations_s) < _WARMUP_CALLS and time.perf_counter() < end
+        ):
+            start = time.perf_counter()
+            self._calls(measured, provider, samples, 1)
+            durations_s.append(time.perf_counter() - start)
+
+    def _block(self, measured: _Pass, name: str, count: int) -> None:
+        provider = next((provider for provider in self._providers if provider.name == name), None)
+        if provider is None:
+            return
+        samples = self.samples[name]
+        pinned, own = self._machine.pinned_allocations(), provider.own_pinned_allocations()
+        compiled = self._compilations.count
+        self._attempt(provider, lambda: self._calls(measured, provider, samples, count))
+        # A provider's own counter sees what torch's does not, and the other way round.
+        grown = max(
+            _difference(pinned, self._machine.pinned_allocations()) or 0, provider.own_pinned_allocations() - own
+        )
+        samples.pinned_allocations = None if pinned is None else (samples.pinned_allocations or 0) + grown
+        samples.compilations = _sum(samples.compilations, _difference(compiled, self._compilations.count))
+
+    def _attempt(self, provider: Provider, calls: Callable[[], None]) -> bool:
+        try:
+            calls()
+        except Exception as failure:  # noqa: BLE001  one provider's trouble is a line in the results
+            self.failures[provider.name] = f"{type(failure).__name__}: {failure}"
+            self._providers.remove(provider)
+            return False
+        return True
+
+    def _calls(self, measured: _Pass, provider: Provider, samples: Samples, count: int) -> None:
+        for _ in range(count):
+            self._number += 1
+            measured.call(provider, StepInput.of(self._scenario.step(self._number)), samples)
+
+    def _idle_call(self, provider: Provider, step: StepInput, samples: Samples) -> None:
+        self._machine.synchronize()
+        start = _now()
+        taken = provider.take(step)
+        work = provider.hand_over(step, taken, only_wait=True)
+        samples.host.append(_now() - start)
+        work.join()
+
+    def _busy_call(self, provider: Provider, step: StepInput, samples: Samples) -> None:
+        machine = self._machine
+        machine.occupy(self._hold_us.get(provider.name, _BUSY_MARGIN_US))
+        machine.mark_start()
+        start = _now()
+        taken = provider.take(step)
+        work = provider.hand_over(step, taken, only_wait=True)
+        end = _now()
+        was_busy = machine.mark_end()
+        work.join()
+        machine.synchronize()
+        samples.busy_calls += 1
+        if provider.lands:
+            samples.host_busy.append(end - start)
+        if was_busy:  # else the call outlasted the kernel, and the time between the marks has host time in it
+            samples.compute.append((machine.marked_us() or 0.0) * 1000)
+
+    def _landed_call(self, provider: Provider, step: StepInput, samples: Samples) -> None:
+        self._machine.synchronize()
+        start = _now()
+        taken = provider.take(step)
+        while not provider.is_landed(taken):
+            pass
+        samples.landed.append(_now() - start)
+
+    def _ready_call(self, provider: Provider, step: StepInput, samples: Samples) -> None:
+        self._machine.synchronize()
+        start = _now()
+        taken = provider.take(step)
+        work = provider.hand_over(step, taken, only_wait=False)
+        work.join()
+        samples.ready.append(work.ready_ns - start)
+
+
+def share_calls(costs_s: Mapping[str, float], seconds: float, most: int) -> dict[str, int]:
+    """How many calls each provider gets: up to `most`, and less for the slowest where time does not suffice.
+
+    Parameters
+    ----------
+    costs_s
+        Seconds per call, by provider.
+    seconds
+        For all of them together.
+    most
+        Calls of a provider that is quick enough.
+    """
+    calls = {}
+    left_s = max(0.0, seconds)
+    for place, (name, cost_s) in enumerate(sorted(costs_s.items(), key=lambda item: item[1])):
+        fair_s = left_s / (len(costs_s) - place)
+        count = min(most, max(FEWEST_CALLS, int(fair_s / cost_s)))
+        calls[name] = count
+        left_s = max(0.0, left_s - count * cost_s)
+    return calls
+
+
+def _blocks(calls: Mapping[str, int]) -> Iterable[tuple[str, int]]:
+    """Turns of the providers, spread evenly over the whole pass; every round starts with another provider."""
+    rounds = max((math.ceil(count / BLOCK_CALLS) for count in calls.values()), default=0)
+    names = list(calls)
+    for number in range(rounds):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            count = calls[name] * (number + 1) // rounds - calls[name] * number // rounds
+            if count:
+                yield name, count
+
+
+def _difference(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before
+
+
+def _sum(left: int | None, right: int | None) -> int | None:
+    return None if left is None or right is None else left + right
+
+
+def percentiles_us(samples_ns: Sequence[float]) -> dict[str, float] | None:
+    """p50, p90 and p99.9 in microseconds, by nearest rank; None without samples."""
+    if not samples_ns:
+        return None
+    ordered = sorted(samples_ns)
+
+    def rank(share: float) -> float:
+        return round(ordered[max(0, math.ceil(share * len(ordered)) - 1)] / 1000, 2)
+
+    return {"p50": rank(0.5), "p90": rank(0.9), "p999": rank(0.999)}
+
+
+def row(scenario: Scenario, name: str, samples: Samples, d2h_bytes: float, *, lands: bool) -> dict[str, Any]:
+    """One row of the results."""
+    compute = percentiles_us(samples.compute)
+    return {
+        "scenario": scenario.name,
+        "provider": name,
+        "host_us": percentiles_us(samples.host),
+        "host_busy_us": percentiles_us(samples.host_busy),
+        "landed_us": percentiles_us(samples.landed),
+        "ready_us": percentiles_us(samples.ready),
+        "compute_stream_us": compute and compute["p50"],
+        "d2h_bytes": _plain(d2h_bytes) if lands else None,
+        "payload_bytes": _plain(scenario.payload_bytes),
+        "pinned_allocations": samples.pinned_allocations,
+        "compilations": samples.compilations,
+        "calls": {
+            "host_us": len(samples.host),
+            "host_busy_us": len(samples.host_busy),
+            "landed_us": len(samples.landed),
+            "ready_us": len(samples.ready),
+        },
+        "busy_share": round(len(samples.compute) / samples.busy_calls, 4) if samples.busy_calls else None,
+    }
+
+
+def _plain(number: float) -> int | float:
+    return int(number) if number == int(number) else round(number, 1)

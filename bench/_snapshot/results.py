@@ -1,0 +1,274 @@
+"""The results file, the tables made of it, and the project's targets."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+Document = dict[str, Any]
+
+_DISTRIBUTIONS = {"cuda.bindings": "cuda-bindings"}
+_RIVALS = ("stock_v2", "memcpy_batch", "torch_cat")
+_ALIGNMENT_BYTES = 16  # of a column in our slab
+
+
+def file_in(folder: Path, gpu: str) -> Path:
+    """Where the results of a GPU go: its name in letters, digits and hyphens is the folder's."""
+    return folder / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") / "snapshot.json"
+
+
+def write(document: Document, file: Path) -> None:
+    """Write atomically, so that a run that is stopped leaves what it has."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".part")
+    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    partial.replace(file)
+
+
+def merge(documents: Sequence[Document]) -> Document:
+    """One document of several runs of one commit on one kind of GPU; of a scenario that occurs twice, the last one.
+
+    Rows of one scenario always come from one run, so ratios between providers stay side by side.
+
+    Raises
+    ------
+    ValueError
+        The documents are of different GPUs, commits or versions.
+    """
+    first = documents[0]
+    for document in documents[1:]:
+        for key in ("bench", "gpu", "commit", "versions"):
+            if document[key] != first[key]:
+                raise ValueError(f"{key} differs: {first[key]} and {document[key]}")
+    rows: dict[str, list[dict[str, Any]]] = {}
+    scenarios: dict[str, Any] = {}
+    for document in documents:
+        rows |= {name: [row for row in document["rows"] if row["scenario"] == name] for name in document["scenarios"]}
+        scenarios |= document["scenarios"]
+    return {**documents[-1], "scenarios": scenarios, "rows": [row for name in scenarios for row in rows[name]]}
+
+
+def version_of(package: str) -> str | None:
+    """Version of an installed package; None where it is absent."""
+    try:
+        return metadata.version(_DISTRIBUTIONS.get(package, package))
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def table(document: Document) -> str:
+    """All rows, medians in microseconds; of the host time p99.9 too."""
+    head = (
+        "scenario",
+        "provider",
+        "host",
+        "p99.9",
+        "busy",
+        "landed",
+        "ready",
+        "stream",
+        "d2h MB",
+        "payload MB",
+        "pinned",
+        "compiled",
+    )
+    lines: list[Sequence[str]] = [head]
+    for row in document["rows"]:
+        lines.append(
+            (
+                row["scenario"],
+                row["provider"],
+                _cell(_get(row, "host_us")),
+                _cell(_get(row, "host_us", "p999")),
+                _cell(_get(row, "host_busy_us")),
+                _cell(_get(row, "landed_us")),
+                _cell(_get(row, "ready_us")),
+                _cell(row["compute_stream_us"]),
+                _cell(row["d2h_bytes"] and row["d2h_bytes"] / 1e6, "{:.3f}"),
+                _cell(row["payload_bytes"] / 1e6, "{:.3f}"),
+                _cell(row["pinned_allocations"], "{}"),
+                _cell(row["compilations"], "{}"),
+            )
+        )
+        if "error" in row or "note" in row:
+            lines.append(("", f"  {row.get('error') or row.get('note')}"))
+    return _align(lines, left=(0, 1))
+
+
+def _cell(value: float | None, form: str = "{:.1f}") -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _align(lines: Sequence[Sequence[str]], left: Sequence[int]) -> str:
+    """Columns of equal width, the `left` ones flush left. A line with fewer cells is a remark and stands as it is."""
+    full = [line for line in lines if len(line) == len(lines[0])]
+    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
+    texts = []
+    for line in lines:
+        if len(line) == len(widths):
+            padded = [
+                cell.ljust(width) if place in left else cell.rjust(width)
+                for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ]
+            texts.append("  ".join(padded).rstrip())
+        else:
+            texts.append("".join(line))
+    return "\n".join(texts)
+
+
+def _get(row: dict[str, Any] | None, measure: str, rank: str = "p50") -> float | None:
+    figures = None if row is None else row.get(measure)
+    return figures if figures is None or not isinstance(figures, dict) else figures[rank]
+
+
+class _Rows:
+    """Rows by scenario and provider."""
+
+    def __init__(self, document: Document) -> None:
+        self._rows = {(row["scenario"], row["provider"]): row for row in document["rows"]}
+        self.scenarios = list(document["scenarios"])
+        self.about = document["scenarios"]
+
+    def get(self, scenario: str, provider: str, measure: str, rank: str = "p50") -> float | None:
+        return _get(self._rows.get((scenario, provider)), measure, rank)
+
+    def ratio(self, measure: str, scenario: str, dividend: str, divisor: str) -> float | None:
+        """How many times the divisor's figure the dividend's is."""
+        above, below = self.get(scenario, dividend, measure), self.get(scenario, divisor, measure)
+        return above / below if above is not None and below else None
+
+
+@dataclass(frozen=True)
+class Target:
+    """One of the project's targets.
+
+    Attributes
+    ----------
+    what : str
+        In words.
+    limit : float
+        The figure has to be at least this, or at most, as `at_least` says.
+    at_least : bool
+        Which of both.
+    figure : callable
+        Makes the figure from the rows; None where something is missing. A text beside it says where it is from.
+    unit : str
+        Behind the figure.
+    """
+
+    what: str
+    limit: float
+    at_least: bool
+    figure: Callable[[_Rows], tuple[float, str] | None]
+    unit: str = "x"
+
+
+def _plain(figure: float | None, where: str = "") -> tuple[float, str] | None:
+    return None if figure is None else (figure, where)
+
+
+def _faster(measure: str, scenario: str, rival: str) -> Callable[[_Rows], tuple[float, str] | None]:
+    return lambda rows: _plain(rows.ratio(measure, scenario, rival, "ours"))
+
+
+def _least_lead(rows: _Rows) -> tuple[float, str] | None:
+    """The rival that comes closest, over all scenarios."""
+    leads = [
+        (lead, f"{rival}, {scenario}")
+        for scenario in rows.scenarios
+        for rival in _RIVALS
+        if (lead := rows.ratio("host_us", scenario, rival, "ours")) is not None
+    ]
+    return min(leads, default=None)
+
+
+def _worst_tail(rows: _Rows) -> tuple[float, str] | None:
+    tails = [
+        (tail / typical, scenario)
+        for scenario in rows.scenarios
+        if (tail := rows.get(scenario, "ours", "host_us", "p999"))
+        and (typical := rows.get(scenario, "ours", "host_us"))
+    ]
+    return max(tails, default=None)
+
+
+def _worst_surplus(rows: _Rows) -> tuple[float, str] | None:
+    """Bytes copied beyond the payload, per leaf."""
+    surplus = [
+        ((copied - needed) / rows.about[scenario]["leaves"], scenario)
+        for scenario in rows.scenarios
+        if (copied := rows.get(scenario, "ours", "d2h_bytes")) is not None
+        and (needed := rows.get(scenario, "ours", "payload_bytes")) is not None
+    ]
+    return max(surplus, default=None)
+
+
+def _growth(rows: _Rows) -> tuple[float, str] | None:
+    many, one = (rows.get(f"thinker_decode_{count}", "ours", "host_us") for count in (256, 1))
+    return _plain(many / one if many and one else None)
+
+
+def _per_leaf(rows: _Rows) -> tuple[float, str] | None:
+    many, few = (rows.get(name, "ours", "host_us") for name in ("many_leaves", "few_leaves"))
+    if many is None or few is None:
+        return None
+    count = rows.about["many_leaves"]["leaves"] - rows.about["few_leaves"]["leaves"]
+    return _plain((many - few) / count)
+
+
+TARGETS = (
+    Target("host, thinker_decode_64: stock V1 / ours", 15, True, _faster("host_us", "thinker_decode_64", "stock_v1")),
+    Target("host, talker_decode_64: stock V1 / ours", 6, True, _faster("host_us", "talker_decode_64", "stock_v1")),
+    Target("host, tts_decode_64: stock V1 / ours", 12, True, _faster("host_us", "tts_decode_64", "stock_v1")),
+    Target("host, thinker_prefill_8k: stock V1 / ours", 8, True, _faster("host_us", "thinker_prefill_8k", "stock_v1")),
+    Target("host, thinker_decode_64: MRv2 / ours", 10, True, _faster("host_us", "thinker_decode_64", "stock_v2")),
+    Target("host, closest of MRv2, memcpy_batch, torch_cat / ours", 1, True, _least_lead),
+    Target("host p99.9 / p50, worst scenario", 3, False, _worst_tail),
+    Target("ready, thinker_decode_64: stock V1 / ours", 4, True, _faster("ready_us", "thinker_decode_64", "stock_v1")),
+    *(
+        Target(
+            f"landed, {name}: ours / one copy",
+            1.04,
+            False,
+            lambda rows, name=name: _plain(rows.ratio("landed_us", name, "ours", "one_copy")),
+        )
+        for name in ("thinker_prefill_8k", "thinker_prefill_32k")
+    ),
+    Target(
+        "stream, thinker_prefill_32k: ours / device copy",
+        1.05,
+        False,
+        lambda rows: _plain(rows.ratio("compute_stream_us", "thinker_prefill_32k", "ours", "device_copy")),
+    ),
+    Target(
+        "stream, thinker_decode_64",
+        4,
+        False,
+        lambda rows: _plain(rows.get("thinker_decode_64", "ours", "compute_stream_us")),
+        "us",
+    ),
+    Target("d2h beyond the payload, per leaf, worst scenario", _ALIGNMENT_BYTES, False, _worst_surplus, "B"),
+    Target("growth, host: thinker_decode 256 / 1", 1.3, False, _growth),
+    Target("growth, host: per leaf from 2 to 128", 0.5, False, _per_leaf, "us"),
+)
+
+
+def targets_table(document: Document) -> str:
+    """Each target, the figure and whether it is met."""
+    rows = _Rows(document)
+    lines: list[Sequence[str]] = [("target", "limit", "figure", "")]
+    for target in TARGETS:
+        found = target.figure(rows)
+        limit = f"{'>=' if target.at_least else '<='} {target.limit:g} {target.unit}"
+        if found is None:
+            lines.append((target.what, limit, "-", ""))
+            continue
+        figure, where = found
+        met = figure >= target.limit if target.at_least else figure <= target.limit
+        lines.append((target.what, limit, f"{figure:.2f} {target.unit}", f"{'met' if met else 'MISSED'}  {where}"))
+    return _align(lines, left=(0, 3))

@@ -1,0 +1,57 @@
+"""Packed output payloads for the autoregressive stages of vLLM-Omni.
+
+Importing this package imports nothing else: vLLM loads :func:`register` in every process of every
+installation. The classes are made when they are first asked for, over those of the installed vllm-omni.
+"""
+
+from __future__ import annotations
+
+import os
+
+TYPE_CHECKING = False  # not from typing, whose import costs more than this module
+if TYPE_CHECKING:
+    from typing import Any
+
+    # What the lazy names stand for; each is a subclass of the installed engine's own class.
+    PackedGPUARModelRunner: type[Any]
+    PackedGPUARWorker: type[Any]
+
+__all__ = ["PackedGPUARModelRunner", "PackedGPUARWorker", "register"]
+
+
+def register() -> None:
+    """Entry point ``vllm.general_plugins``: with ``OMNI_RUNNER=1`` every AR stage takes `PackedGPUARWorker`.
+
+    Without the variable it does nothing. It never raises: whatever goes wrong leaves the engine as it is,
+    with one warning.
+    """
+    if os.environ.get("OMNI_RUNNER", "0") in ("", "0"):
+        return
+    try:
+        # Only now: most processes of most installations don't ask for it.
+        from omni_runner import plugin  # noqa: PLC0415
+
+        plugin.activate()
+    except Exception:  # vLLM calls this unguarded; serving must not break here
+        import logging  # noqa: PLC0415
+
+        logging.getLogger("vllm.omni_runner").warning(
+            "omni_runner stays off: it could not be switched on", exc_info=True
+        )
+
+
+def __getattr__(name: str) -> Any:
+    # PEP 562: the classes derive from the engine's, so making them imports the engine.
+    if name == "PackedGPUARWorker":
+        from omni_runner.worker import packed_worker_cls  # noqa: PLC0415
+
+        return packed_worker_cls()
+    if name == "PackedGPUARModelRunner":
+        from omni_runner.runner import PackedGPUARModelRunner  # noqa: PLC0415
+
+        return PackedGPUARModelRunner
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,129 @@
+"""The asynchronous output of a packed runner.
+
+What is done stays the engine's: its vLLM base class copies the sampled tokens, its own `get_output` joins the builder
+thread, raises what the builder raised and finishes the tokens. Only who builds (a thread that stays) and what a second
+`get_output` does (the same again) are ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from omni_runner.builder_thread import BuilderThread
+from omni_runner.errors import BuilderThreadClosed
+
+if TYPE_CHECKING:
+    from omni_runner.compat import Upstream
+
+_EngineOutput: Any = object  # the real base is added by `make_async_output_cls`
+
+
+class PackedAsyncOutputMixin(_EngineOutput):
+    """Goes before the engine's `OmniAsyncGPUModelRunnerOutput`.
+
+    Objects made without `__init__`, attributes set by hand, work as those of the engine's class do.
+    """
+
+    builder_thread: ClassVar[BuilderThread | None]
+    _engine_output_cls: ClassVar[type[Any]]  # vllm-omni's class, whose base is vLLM's
+
+    # Defaults for objects made without __init__, which share the lock.
+    _background_thread: Any = None
+    _completion: threading.Lock = threading.Lock()
+    _completed: Any = None
+    _failure: tuple[BaseException, TracebackType | None] | None = None
+
+    def __init__(
+        self, *, model_runner_output_builder: Callable[[], Any], cuda_device: Any = None, **kwargs: Any
+    ) -> None:
+        self._completion = threading.Lock()
+        if self.builder_thread is None:
+            super().__init__(model_runner_output_builder=model_runner_output_builder, cuda_device=cuda_device, **kwargs)
+            return
+        # Past vllm-omni's __init__, which starts a thread, to vLLM's: the same copies on the same stream.
+        super(self._engine_output_cls, self).__init__(model_runner_output=None, **kwargs)
+        self._model_runner_output_builder = model_runner_output_builder
+        self._background_exception: BaseException | None = None
+        self._cuda_device = cuda_device
+        try:
+            # The engine's own thread function: sets the device, builds, keeps an exception for get_output.
+            self._background_thread = self.builder_thread.submit(self._build_output_in_background)
+        except BuilderThreadClosed:
+            self._background_thread = None  # then get_output builds, as it does in the engine's class
+
+    def get_output(self) -> Any:
+        """Wait for the output, finish its sampled tokens and return it.
+
+        The first call does the work; every other one, also from another thread, gets the same object or exception.
+        """
+        with self._completion:
+            if self._failure is not None:
+                failure, trace = self._failure
+                raise failure.with_traceback(trace)
+            if self._completed is None:
+                try:
+                    self._completed = super().get_output()
+                except BaseException as failure:
+                    # An interrupt while waiting for the builder decides nothing: the next caller waits again.
+                    if isinstance(failure, Exception) or self._background_thread is None:
+                        self._failure = failure, failure.__traceback__
+                    raise
+            return self._completed
+
+
+def make_async_output_cls(engine_output_cls: type[Any], builder_thread: BuilderThread | None = None) -> type[Any]:
+    """Derive `PackedAsyncOutput` from the engine's class.
+
+    Parameters
+    ----------
+    engine_output_cls : type
+        vllm-omni's class.
+    builder_thread : BuilderThread, optional
+        Builds the outputs of this class, in order: one thread and one class for each runner. Without it each output
+        starts a thread of its own, as the engine's do.
+    """
+    namespace = {
+        "builder_thread": builder_thread,
+        "_engine_output_cls": engine_output_cls,
+        "__module__": __name__,
+        "__doc__": PackedAsyncOutputMixin.__doc__,
+    }
+    return type("PackedAsyncOutput", (PackedAsyncOutputMixin, engine_output_cls), namespace)
+
+
+@contextmanager
+def constructed_as(upstream: Upstream, output_cls: type[Any]) -> Iterator[None]:
+    """Let `sample_tokens` construct `output_cls` where it names the engine's class.
+
+    The name stays as it is if something else has been put there, such as another runner's class in the middle of its
+    own step: outputs of any class take builders of any runner.
+    """
+    namespace = vars(upstream.runner_module)
+    name = "OmniAsyncGPUModelRunnerOutput"
+    if namespace.get(name) is not upstream.async_output_cls:
+        yield
+        return
+    namespace[name] = output_cls
+    try:
+        yield
+    finally:
+        namespace[name] = upstream.async_output_cls
+
+
+@functools.cache
+def _installed_cls() -> type[Any]:
+    from omni_runner.compat import resolve  # noqa: PLC0415  looks for the engine, which this module doesn't need
+
+    return make_async_output_cls(resolve().async_output_cls)
+
+
+def __getattr__(name: str) -> Any:
+    # PEP 562: the class derives from the installed engine's.
+    if name == "PackedAsyncOutput":
+        return _installed_cls()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,218 @@
+"""The per-request payload dicts of one step, from packed columns.
+
+Everything here works on whole columns: a key is routed once, its tensors come from one split, and the dicts of all
+requests are zipped together at the end. The number of torch calls does not depend on the number of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from omni_runner.lowering import KeyRecipe, PlainElements, fill_template, pick_elements
+from omni_runner.packing import PackedStep
+from omni_runner.step import StepContext
+
+if TYPE_CHECKING:
+    from omni_runner.compat import Upstream
+
+Channel: TypeAlias = list[dict[str, Tensor] | None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelRules:
+    """Which channels of the output a stage fills, as its engine is configured.
+
+    Attributes
+    ----------
+    partitions
+        Client keys go to the client's channel and the rest to the next stage's; otherwise both get everything.
+    client_keys
+        If not empty: what the model says its client gets, whatever `partitions` says.
+    is_text
+        The stage's output is text: no channel is filled, unless `client_keys` says so.
+    shares_channel
+        Whether the engine puts one and the same list in both fields where the channels do not differ.
+    """
+
+    partitions: bool
+    client_keys: tuple[str, ...] = ()
+    is_text: bool = False
+    shares_channel: bool = True
+
+
+class ChannelBuilder:
+    """Makes the payload channels of one stage's steps.
+
+    Parameters
+    ----------
+    upstream
+        The resolved engine names, whose partitioning and value rules apply.
+    rules
+        How the stage is configured.
+    """
+
+    def __init__(self, upstream: Upstream, rules: ChannelRules) -> None:
+        self._upstream = upstream
+        self._rules = rules
+        self._one_list = rules.shares_channel and not rules.partitions and not rules.client_keys
+        self._routes: dict[str, tuple[bool, bool]] = {}
+
+    def build(self, packed: PackedStep) -> tuple[Channel, Channel]:
+        """The inter-stage and the client channel of one step; waits for the bytes.
+
+        Parameters
+        ----------
+        packed
+            The step, packed in columns.
+
+        Returns
+        -------
+        inter_stage_outputs, multimodal_outputs
+            One entry per request, None for those without a payload; None instead of a list of nothing but None. Every
+            payload owns its tensors: changing one in place shows in no other request's.
+        """
+        rules = self._rules
+        if packed.lowering is None or (rules.is_text and not rules.client_keys):
+            return None, None
+        inter: list[_Column] = []
+        client: list[_Column] = []
+        for recipe in packed.lowering.recipes:
+            to_inter, to_client = self._routes.get(recipe.key) or self._route(recipe.key)
+            plain = _plain_values(recipe, packed)
+            if plain is None:
+                continue
+            tensors = _tensors(recipe, packed)
+            if to_inter:
+                inter.append(self._column(recipe.key, tensors, plain))
+            if to_client:
+                client.append(self._column(recipe.key, tensors, plain))
+        inter_channel = _zip_channel(inter, packed.step)
+        return inter_channel, inter_channel if self._one_list else _zip_channel(client, packed.step)
+
+    def _route(self, key: str) -> tuple[bool, bool]:
+        """Whether a key goes to the next stage, and whether to the client; asked of the engine once per key."""
+        inter = client = True
+        if self._rules.partitions:
+            for_inter, for_client = self._upstream.partition_flat_payload({key: None})
+            inter, client = key in for_inter, key in for_client
+        if self._rules.client_keys:
+            client = key in self._rules.client_keys
+        elif self._one_list:
+            client = False
+        self._routes[key] = inter, client
+        return inter, client
+
+    def _column(self, key: str, tensors: Sequence[Tensor | None], plain: _PlainValues) -> _Column:
+        """One key's tensors with its plain values among them, made into tensors for this channel alone."""
+        if not plain.owners:
+            return _Column(key, tensors, complete=True)
+        items: list[Tensor | None] = list(tensors) if tensors else [None] * len(plain.owners)
+        for owner, item in zip(plain.owners, self._wrap(key, plain.values), strict=True):
+            items[owner] = item
+        return _Column(key, items, complete=all(item is not None for item in items))
+
+    def _wrap(self, key: str, values: list[Any]) -> Sequence[Tensor | None]:
+        """Tensors of plain values, None for those that have none.
+
+        Numbers of one type, or flat lists of them, take two torch calls in all. The rest, and what torch refuses, goes
+        to the engine's own function value by value, for its warnings and errors.
+        """
+        try:
+            together = _wrap_numbers(values)
+        except (RuntimeError, ValueError, TypeError, OverflowError):  # a number that fits no tensor
+            together = None
+        if together is not None:
+            return together
+        return [self._upstream.ensure_tensor_values({key: value}).get(key) for value in values]
+
+
+@dataclass(frozen=True, slots=True)
+class _PlainValues:
+    """Plain values of one key and which consumers they go to."""
+
+    owners: Sequence[int] = ()
+    values: list[Any] = field(default_factory=list)
+
+
+_NO_VALUES = _PlainValues()
+
+
+class _Column(NamedTuple):
+    """One key's items, one per consumer; None for a value that the engine drops."""
+
+    key: str
+    items: Sequence[Tensor | None]
+    complete: bool
+
+
+def _tensors(recipe: KeyRecipe, packed: PackedStep) -> Sequence[Tensor | None]:
+    """The packed tensors of one key, one per consumer; None where the consumer has a plain value. Empty without any."""
+    snapshot = packed.snapshot
+    if not recipe.pieces or snapshot is None:
+        return ()
+    first = recipe.pieces[0]
+    if first.owners is None:
+        return snapshot.split(first.column)
+    items: list[Tensor | None] = [None] * len(packed.step.consumers)
+    for pieces in recipe.pieces:
+        for owner, tensor in zip(pieces.owners or (), snapshot.split(pieces.column), strict=True):
+            items[owner] = tensor
+    return items
+
+
+def _plain_values(recipe: KeyRecipe, packed: PackedStep) -> _PlainValues | None:
+    """The plain values of one key in this step; None if the engine leaves the key out for everyone."""
+    plain = recipe.plain
+    if plain is None:
+        return _NO_VALUES
+    if isinstance(plain, PlainElements):
+        return _PlainValues(plain.owners, [fill_template(template, packed.values) for template in plain.templates])
+    value = packed.values[plain.index]
+    if value is None:
+        return None
+    owners = range(len(packed.step.consumers))
+    if isinstance(value, list):
+        return _PlainValues(owners, pick_elements(recipe.key, value, packed.step))
+    return _PlainValues(owners, [value] * len(owners))
+
+
+_NUMBERS = ({int}, {float}, {bool})  # exact types: torch takes subclasses, such as NumPy's, for other dtypes
+
+
+def _wrap_numbers(values: list[Any]) -> Sequence[Tensor] | None:
+    """Numbers of one type, or flat lists of them that are not empty, as tensors; None for anything else."""
+    kinds = set(map(type, values))
+    if kinds in _NUMBERS:
+        return torch.tensor(values).unbind()
+    if kinds in ({list}, {tuple}) and all(values):
+        items = list(chain.from_iterable(values))
+        if set(map(type, items)) in _NUMBERS:
+            return torch.tensor(items).split_with_sizes(list(map(len, values)))
+    return None
+
+
+def _zip_channel(columns: list[_Column], step: StepContext) -> Channel:
+    """The dicts of all requests, filled column by column, which is faster than dict by dict."""
+    if not columns:
+        return None
+    payloads: list[Any] = [{} for _ in step.consumers]
+    for key, items, complete in columns:
+        if complete:
+            for payload, item in zip(payloads, items, strict=True):
+                payload[key] = item
+        else:
+            for payload, item in zip(payloads, items, strict=True):
+                if item is not None:
+                    payload[key] = item
+    if step.everyone_consumes:
+        return payloads
+    channel: list[Any] = [None] * len(step.request_ids)
+    for position, payload in zip(step.consumers, payloads, strict=True):
+        channel[position] = payload
+    return channel

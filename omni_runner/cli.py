@@ -1,0 +1,176 @@
+"""``omni-runner``: the command line. Each command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+Main = Callable[[Sequence[str]], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command.
+
+    Attributes
+    ----------
+    what : str
+        What it does, for the overview.
+    place : str
+        ``module:function``; the function takes the command's arguments and returns its exit status.
+    needs : str
+        What to install if the module cannot be imported.
+    """
+
+    what: str
+    place: str
+    needs: str = ""
+
+
+COMMANDS = {
+    "doctor": Command("what is installed here, and would the drop-in be active?", "omni_runner.doctor:main"),
+    "demo": Command(
+        "the real engine with the stock runner and with ours, compared byte for byte",
+        "omni_runner.demo.__main__:main",
+        "pip install safetensors",
+    ),
+    "tune": Command("find the fastest launch configuration for this GPU", "spanpack.tune:main"),
+    "record": Command("record real steps of a deployment as a trace", "omni_runner.cli:record"),
+    "replay": Command(
+        "pack a trace's steps again: are the bytes right, and how long does it take?",
+        "omni_runner.cli:replay",
+        "pip install safetensors",
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit status: 0 success, 1 a negative result, 2 wrong usage or a missing part."""
+    width = max(map(len, COMMANDS))
+    overview = "\n".join(f"  {name.ljust(width)}  {command.what}" for name, command in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="omni-runner",
+        description="Packed output payloads for the autoregressive stages of vLLM-Omni.",
+        epilog=f"commands:\n{overview}\n\n`omni-runner COMMAND --help` says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.add_argument("command", nargs="?", metavar="COMMAND", choices=COMMANDS, help="see below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the command")
+    args = parser.parse_args(argv)
+    if args.version:
+        print(f"omni-runner {version()}")
+        return 0
+    if args.command is None:
+        parser.print_help()
+        return 2
+    return run_command(args.command, args.arguments)
+
+
+def run_command(name: str, arguments: Sequence[str]) -> int:
+    """Import a command and run it; a part that is not there is one line."""
+    command = COMMANDS[name]
+    module_name, _, function_name = command.place.partition(":")
+    try:
+        function: Main = getattr(importlib.import_module(module_name), function_name)
+        return function(arguments)
+    except ModuleNotFoundError as error:
+        hint = f" ({command.needs})" if command.needs else ""
+        print(f"omni-runner {name}: {error.name} is not installed{hint}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def version() -> str:
+    """Version of the installed distribution, or of this checkout."""
+    try:
+        return importlib.metadata.version("omni-runner")
+    except importlib.metadata.PackageNotFoundError:
+        from spanpack._version import __version__  # noqa: PLC0415  imports torch
+
+        return __version__
+
+
+def record(argv: Sequence[str]) -> int:
+    """``omni-runner record``: run a command with tracing on, or say which variables do that."""
+    parser = argparse.ArgumentParser(
+        prog="omni-runner record",
+        description="Record the first steps of every packed AR stage, as a trace for `replay` and `tune --trace`. "
+        "With a command (after --) it runs that with the variables set; without one it prints them.",
+        epilog="example: omni-runner record --dir traces --steps 64 -- vllm-omni serve MODEL --omni",
+    )
+    parser.add_argument("--dir", type=Path, default=Path("traces"), help="where to write (default: ./traces)")
+    parser.add_argument("--steps", type=int, default=32, help="how many steps of each stage (default: 32)")
+    parser.add_argument("--scrub", action="store_true", help="random values in place of the real ones")
+    parser.add_argument("serve", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="what to run")
+    args = parser.parse_args(argv)
+    if args.steps < 1:
+        parser.error("--steps: expected a whole number greater than 0")
+    variables = {
+        "OMNI_RUNNER": "1",
+        "OMNI_RUNNER_TRACE": str(args.dir.absolute()),
+        "OMNI_RUNNER_TRACE_STEPS": str(args.steps),
+        "OMNI_RUNNER_TRACE_SCRUB": str(int(args.scrub)),
+    }
+    serve = args.serve[1:] if args.serve[:1] == ["--"] else args.serve
+    if not serve:
+        print("# Set these for the process that serves; each AR stage then writes STAGE-PID.json and .safetensors.")
+        for name, value in variables.items():
+            print(f"export {name}={shlex.quote(value)}")
+        return 0
+    try:
+        os.execvpe(serve[0], serve, {**os.environ, **variables})
+    except OSError as error:
+        print(f"omni-runner record: cannot run {serve[0]}: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+def replay(argv: Sequence[str]) -> int:
+    """``omni-runner replay``: pack recorded steps again, compare, measure."""
+    parser = argparse.ArgumentParser(
+        prog="omni-runner replay",
+        description="Pack a trace's steps again, compare every payload with the reference and measure.",
+        epilog="Exit status: 0 all bytes agree, 1 a difference, 2 the trace can't be read.",
+    )
+    parser.add_argument("trace", nargs="+", type=Path, help="a trace, with or without .json or .safetensors")
+    parser.add_argument("--device", help="cpu, cuda:1, ... (default: the current GPU if there is one)")
+    parser.add_argument("--backend", choices=("auto", "triton", "torch"), default="auto", help="what packs")
+    parser.add_argument("--passes", type=int, default=20, help="timed passes over the trace (default: 20)")
+    args = parser.parse_args(argv)
+
+    import spanpack  # noqa: PLC0415  torch, and safetensors for the traces
+    from omni_runner.demo.report import traces_report  # noqa: PLC0415
+    from omni_runner.errors import TraceError  # noqa: PLC0415
+    from omni_runner.replay import default_device  # noqa: PLC0415
+    from omni_runner.replay import replay as replay_trace  # noqa: PLC0415
+    from omni_runner.trace import load_trace  # noqa: PLC0415
+
+    device = args.device or default_device()
+    try:
+        packer = spanpack.Packer(device, backend=args.backend)
+        traces = [load_trace(path, device) for path in args.trace]
+    except (TraceError, spanpack.SpanpackError) as error:
+        print(f"omni-runner replay: {error}", file=sys.stderr)
+        return 2
+    results = [replay_trace(trace, packer, timed_passes=max(args.passes, 0)) for trace in traces]
+    packer.close()
+    print(f"{results[0].backend} on {results[0].device}")
+    print(traces_report([(path.stem, result) for path, result in zip(args.trace, results, strict=True)]))
+    for path, result in zip(args.trace, results, strict=True):
+        print(
+            f"{path.stem}: p50 of a step: pack call {result.host_us:.0f} us, "
+            f"bytes on the host {result.landed_us:.0f} us, payloads ready {result.ready_us:.0f} us"
+        )
+    return 0 if all(result.identical for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

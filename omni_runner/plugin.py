@@ -1,0 +1,56 @@
+"""What the entry point does when ``OMNI_RUNNER=1``.
+
+vLLM loads its general plugins in the serving process while it parses the command line, and again in every
+engine, worker and model-inspection process. By then vllm-omni's own general plugin has been imported, and
+with it the current platform; its stages are resolved later, in the serving process, where each AR stage
+without a `worker_cls` of its own takes the one that the platform names. Naming ours there reaches every
+worker through the stage's configuration, shows in the engine's logs, and leaves alone what has a
+`worker_cls` in the deploy YAML, generation stages, and the platforms that have workers of their own.
+Nothing of the worker or runner is imported here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+
+from omni_runner.errors import SettingsError
+from omni_runner.platforms import current_platform, name_packed_ar_worker, platform_name
+from omni_runner.settings import Settings
+
+logger = logging.getLogger("vllm.omni_runner.plugin")  # below "vllm", so that the engine's handler shows it
+
+SWITCHED_PLATFORMS = ("cuda", "rocm")
+
+
+def activate() -> bool:
+    """Switch AR stages over to `PackedGPUARWorker` if the environment asks for it.
+
+    Returns
+    -------
+    bool
+        Whether the platform names our worker now.
+    """
+    try:
+        settings = Settings.from_env()
+    except SettingsError as error:
+        logger.warning("omni_runner stays off: %s", error)
+        return False
+    if not settings.enabled:
+        return False
+    if "vllm_omni" not in sys.modules:
+        # Importing it patches vLLM: not in a process that does without it.
+        if importlib.util.find_spec("vllm_omni") is None:
+            logger.warning("omni_runner stays off: OMNI_RUNNER is set, but vllm-omni is not installed")
+        else:
+            logger.info("omni_runner stays off: this process does not use vllm-omni")
+        return False
+    platform = current_platform()
+    name = platform_name(platform)
+    if name not in SWITCHED_PLATFORMS:
+        logger.info("omni_runner stays off: platform %s is left alone", name)
+        return False
+    name_packed_ar_worker(platform)
+    logger.debug("omni_runner: AR stages without a worker_cls take omni_runner.PackedGPUARWorker")
+    return True

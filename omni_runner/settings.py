@@ -1,0 +1,116 @@
+"""The environment variables of omni_runner, read in one place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from omni_runner.errors import SettingsError
+
+_DEFAULT_TRACE_STEPS = 32
+_WORDS = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
+
+#: name -> (what it does, default as shown to users)
+VARIABLES: dict[str, tuple[str, str]] = {
+    "OMNI_RUNNER": ("1 switches the drop-in on for every AR stage of the deployment", "0"),
+    "OMNI_RUNNER_STRICT": (
+        "1 refuses to start where the drop-in cannot be used, instead of serving stock",
+        "0",
+    ),
+    "OMNI_RUNNER_PINNED_MIB": (
+        "most pinned memory that one stage's packer may hold, in MiB",
+        "1024",
+    ),
+    "OMNI_RUNNER_TRACE": ("folder into which each AR stage writes a trace of its first steps", "no trace"),
+    "OMNI_RUNNER_TRACE_STEPS": ("how many steps to record", str(_DEFAULT_TRACE_STEPS)),
+    "OMNI_RUNNER_TRACE_SCRUB": (
+        "1 records random values in place of the real ones, so that the trace can be shared",
+        "0",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the environment asks for.
+
+    Attributes
+    ----------
+    enabled : bool
+        ``OMNI_RUNNER``: the entry point switches a whole deployment over.
+    strict : bool
+        ``OMNI_RUNNER_STRICT``: refuse to start rather than serve on the stock path.
+    pinned_budget_bytes : int or None
+        ``OMNI_RUNNER_PINNED_MIB`` in bytes; None leaves it to the packer.
+    trace_dir : Path or None
+        ``OMNI_RUNNER_TRACE``: where to record steps; None records nothing.
+    trace_steps : int
+        ``OMNI_RUNNER_TRACE_STEPS``.
+    trace_scrub : bool
+        ``OMNI_RUNNER_TRACE_SCRUB``.
+    """
+
+    enabled: bool = False
+    strict: bool = False
+    pinned_budget_bytes: int | None = None
+    trace_dir: Path | None = None
+    trace_steps: int = _DEFAULT_TRACE_STEPS
+    trace_scrub: bool = False
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Settings:
+        """Read the variables. An empty one counts as unset.
+
+        Raises
+        ------
+        SettingsError
+            A variable has a value that means nothing; the message names it and what it may be.
+        """
+        pinned_mib = _positive(environ, "OMNI_RUNNER_PINNED_MIB")
+        trace_dir = _text(environ, "OMNI_RUNNER_TRACE")
+        return cls(
+            enabled=_switch(environ, "OMNI_RUNNER"),
+            strict=_switch(environ, "OMNI_RUNNER_STRICT"),
+            pinned_budget_bytes=None if pinned_mib is None else pinned_mib << 20,
+            trace_dir=None if trace_dir is None else Path(trace_dir).expanduser(),
+            trace_steps=_positive(environ, "OMNI_RUNNER_TRACE_STEPS") or _DEFAULT_TRACE_STEPS,
+            trace_scrub=_switch(environ, "OMNI_RUNNER_TRACE_SCRUB"),
+        )
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Variables of the environment that look like ours but are not, such as misspelt ones."""
+    return sorted(name for name in environ if name.startswith("OMNI_RUNNER") and name not in VARIABLES)
+
+
+def _text(environ: Mapping[str, str], name: str) -> str | None:
+    return environ.get(name, "").strip() or None
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool:
+    text = _text(environ, name)
+    if text is None:
+        return False
+    if text.lower() not in _WORDS:
+        raise SettingsError(f"{name}={text!r}: expected one of {', '.join(_WORDS)}")
+    return _WORDS[text.lower()]
+
+
+def _positive(environ: Mapping[str, str], name: str) -> int | None:
+    text = _text(environ, name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal()) or int(text) == 0:
+        raise SettingsError(f"{name}={text!r}: expected a whole number greater than 0")
+    return int(text)

@@ -1,0 +1,119 @@
+"""Counters of one packed runner."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import spanpack
+
+logger = logging.getLogger("vllm.omni_runner")  # below "vllm", so that the engine's handler and level apply
+
+MAX_REASONS = 64  # messages that vary from step to step must not grow the table, or the log, without end
+OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerStats:
+    """What a packed runner has done since it was made.
+
+    Attributes
+    ----------
+    columns
+        Steps of which only what their consumers need was packed, and built column by column.
+    empty
+        Steps that nobody consumed: nothing was packed.
+    mirror
+        Steps packed whole and built by the engine, by reason.
+    stock
+        Steps that took the engine's own snapshot, by reason.
+    builder_s
+        Seconds spent on building the outputs of packed steps, waiting for the device excluded.
+    pack
+        The packer's counters; None before the first packed step.
+    """
+
+    columns: int = 0
+    empty: int = 0
+    mirror: Mapping[str, int] = field(default_factory=dict)
+    stock: Mapping[str, int] = field(default_factory=dict)
+    builder_s: float = 0.0
+    pack: spanpack.Stats | None = None
+
+    @property
+    def steps(self) -> int:
+        """Asynchronous steps, whichever way they took."""
+        return self.columns + self.empty + sum(self.mirror.values()) + sum(self.stock.values())
+
+
+class StepCounters:
+    """The counters while they count; safe from the engine's thread and the builder thread at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._columns = 0
+        self._empty = 0
+        self._mirror: Counter[str] = Counter()
+        self._stock: Counter[str] = Counter()
+        self._builder_ns = 0
+
+    def count_columns(self) -> None:
+        """Count a step packed as columns."""
+        with self._lock:
+            self._columns += 1
+
+    def count_empty(self) -> None:
+        """Count a step without consumers."""
+        with self._lock:
+            self._empty += 1
+
+    def count_mirror(self, reason: str) -> None:
+        """Count a step that was packed whole; the first of its reason is logged."""
+        if self._is_first(self._mirror, reason):
+            logger.info("omni_runner: packing whole payloads for the engine's own builder: %s", reason)
+
+    def count_stock(self, reason: str) -> None:
+        """Count a step left to the engine; the first of its reason is logged."""
+        if self._is_first(self._stock, reason):
+            logger.warning("omni_runner: leaving the step to the engine's own snapshot: %s", reason)
+
+    def count_failure(self, failure: Exception) -> None:
+        """Count a step left to the engine because our code failed; the first of its cause is logged in full."""
+        cause = _cause(failure)
+        if self._is_first(self._stock, cause):
+            logger.warning("omni_runner: packing failed, leaving the step to the engine: %s", cause, exc_info=failure)
+
+    def add_builder_ns(self, duration_ns: int) -> None:
+        """Add the time that one output took to build."""
+        with self._lock:
+            self._builder_ns += duration_ns
+
+    def read(self, pack: spanpack.Stats | None) -> RunnerStats:
+        """Return the counters as they are now."""
+        with self._lock:
+            return RunnerStats(
+                columns=self._columns,
+                empty=self._empty,
+                mirror=dict(self._mirror),
+                stock=dict(self._stock),
+                builder_s=self._builder_ns / 1e9,
+                pack=pack,
+            )
+
+    def _is_first(self, counts: Counter[str], reason: str) -> bool:
+        with self._lock:
+            if reason not in counts and len(counts) >= MAX_REASONS:
+                reason = OTHER
+            counts[reason] += 1
+            return counts[reason] == 1
+
+
+def _cause(failure: Exception) -> str:
+    """Kind and place of a failure; not its message, which may differ every time."""
+    frames = traceback.extract_tb(failure.__traceback__, limit=-1)
+    where = f" in {frames[-1].name}, {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else ""
+    return f"{type(failure).__name__}{where}"

@@ -1,0 +1,57 @@
+"""What to have ready before the first step, so that no step compiles a kernel or pins memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import spanpack
+
+DECODE_SLABS = 4  # steps in flight, and views of earlier ones that the sender has not let go of
+PREFILL_SLABS = 2
+SMALLEST_BYTES = 1 << 16
+LARGEST_BYTES = 1 << 26  # device memory is dear: what exceeds this is allocated by the first step that needs it
+
+# Of a model that yields hidden rows: its own and two captured layers; and as much again that every request gets.
+_PER_TOKEN_LEAVES = 3
+_PER_REQUEST_LEAVES = 3
+
+
+def warm_up(packer: spanpack.Packer, runner: Any) -> None:
+    """Compile and check the kernel, and reserve slabs for the steps that this runner can be expected to make.
+
+    Parameters
+    ----------
+    packer
+        Of the runner.
+    runner
+        The engine's runner, with its model loaded.
+    """
+    packer.warmup()
+    for nbytes, slabs in reservations(
+        row_bytes=runner.hidden_size * runner.dtype.itemsize
+        if runner._model_omni_pooler_payload_include_hidden()
+        else 0,
+        max_requests=runner.max_num_reqs,
+        max_tokens=runner.max_num_tokens,
+    ):
+        packer.reserve(nbytes, slabs)
+
+
+def reservations(*, row_bytes: int, max_requests: int, max_tokens: int) -> Iterator[tuple[int, int]]:
+    """How many slabs of which sizes, smallest first: decode steps of every batch size, then a full prefill.
+
+    Parameters
+    ----------
+    row_bytes
+        Size of one hidden row; 0 for a model whose payload has none.
+    max_requests, max_tokens
+        Most that the engine puts into one step.
+    """
+    decode_bytes = (_PER_TOKEN_LEAVES + _PER_REQUEST_LEAVES) * row_bytes * max_requests
+    prefill_bytes = decode_bytes + _PER_TOKEN_LEAVES * row_bytes * max_tokens
+    nbytes = SMALLEST_BYTES
+    while nbytes < min(2 * decode_bytes, LARGEST_BYTES):  # slabs come in powers of two
+        yield nbytes, DECODE_SLABS
+        nbytes *= 2
+    yield max(nbytes, min(prefill_bytes, LARGEST_BYTES)), PREFILL_SLABS

@@ -1,0 +1,118 @@
+"""The command line: commands, exit status, and what is said when a part is missing."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from omni_runner import cli
+
+TRACES = Path(cli.__file__).parent / "demo" / "data"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("omni-runner 0.")
+
+
+def test_without_a_command_it_explains(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    out = capsys.readouterr().out
+    assert all(f"\n  {name} " in out for name in cli.COMMANDS)
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["dance"])
+    assert caught.value.code == 2
+    assert "dance" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "tune"])
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([name, "--help"])
+    assert caught.value.code == 0
+    assert "usage:" in capsys.readouterr().out
+
+
+def test_arguments_reach_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def tune(argv: list[str]) -> int:
+        seen.extend(argv)
+        return 7
+
+    monkeypatch.setitem(sys.modules, "spanpack.tune", types.SimpleNamespace(main=tune))
+    assert cli.main(["tune", "--trace", "file", "--version", "--", "-x"]) == 7
+    assert seen == ["--trace", "file", "--version", "--", "-x"]
+
+
+def test_a_missing_part_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def missing(_: object) -> int:
+        raise ModuleNotFoundError("No module named 'safetensors'", name="safetensors")
+
+    monkeypatch.setitem(sys.modules, "omni_runner.demo.__main__", types.SimpleNamespace(main=missing))
+    assert cli.main(["demo"]) == 2
+    assert capsys.readouterr().err == "omni-runner demo: safetensors is not installed (pip install safetensors)\n"
+
+
+def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "spanpack.tune", types.SimpleNamespace(main=interrupted))
+    assert cli.main(["tune"]) == 130
+
+
+def test_record_prints_the_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["record", "--dir", "/a b", "--steps", "4", "--scrub"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "export OMNI_RUNNER_TRACE='/a b'" in lines
+    assert "export OMNI_RUNNER_TRACE_STEPS=4" in lines
+    assert "export OMNI_RUNNER_TRACE_SCRUB=1" in lines
+
+
+def test_record_runs_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[object] = []
+    monkeypatch.setattr(os, "execvpe", lambda *call: ran.extend(call))
+    cli.main(["record", "--steps", "4", "--", "vllm-omni", "serve", "--steps", "9"])
+    program, command, environ = ran
+    assert program == "vllm-omni"
+    assert command == ["vllm-omni", "serve", "--steps", "9"]
+    assert isinstance(environ, dict)
+    assert environ["OMNI_RUNNER"] == "1"
+    assert environ["OMNI_RUNNER_TRACE_STEPS"] == "4"
+    assert Path(environ["OMNI_RUNNER_TRACE"]) == Path.cwd() / "traces"
+
+
+def test_record_of_a_command_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["record", "--", "no-such-program"]) == 2
+    assert "cannot run no-such-program" in capsys.readouterr().err
+
+
+def test_record_refuses_no_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["record", "--steps", "0"])
+    assert caught.value.code == 2
+
+
+class TestReplay:
+    @pytest.fixture(autouse=True)
+    def _needs_safetensors(self) -> None:
+        pytest.importorskip("safetensors")
+
+    def test_a_shipped_trace(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["replay", str(TRACES / "talker"), "--device", "cpu", "--passes", "1"]) == 0
+        out = capsys.readouterr().out
+        assert "torch on cpu" in out
+        assert "identical" in out
+        assert "talker: p50 of a step: pack call" in out
+
+    def test_a_missing_trace(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["replay", str(tmp_path / "none"), "--device", "cpu"]) == 2
+        assert "omni-runner replay: " in capsys.readouterr().err

@@ -1,0 +1,65 @@
+"""The environment variables: what they mean and how bad values are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from omni_runner.errors import SettingsError
+from omni_runner.settings import VARIABLES, Settings, unknown_variables
+
+
+def test_nothing_set_is_off() -> None:
+    assert Settings.from_env({}) == Settings()
+    assert Settings.from_env(dict.fromkeys(VARIABLES, " ")) == Settings()
+    assert not Settings().enabled
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("True", True), (" on ", True), ("0", False), ("no", False)])
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("OMNI_RUNNER", "enabled"),
+        ("OMNI_RUNNER_STRICT", "strict"),
+        ("OMNI_RUNNER_TRACE_SCRUB", "trace_scrub"),
+    ],
+)
+def test_switches(name: str, field: str, text: str, value: bool) -> None:
+    assert Settings.from_env({name: text}) == dataclasses.replace(Settings(), **{field: value})
+
+
+def test_values() -> None:
+    settings = Settings.from_env(
+        {"OMNI_RUNNER_PINNED_MIB": "256", "OMNI_RUNNER_TRACE": "~/steps", "OMNI_RUNNER_TRACE_STEPS": "5"}
+    )
+    assert settings.pinned_budget_bytes == 256 * 1024 * 1024
+    assert settings.trace_dir == Path.home() / "steps"
+    assert settings.trace_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("OMNI_RUNNER", "2"),
+        ("OMNI_RUNNER_STRICT", "maybe"),
+        ("OMNI_RUNNER_PINNED_MIB", "0"),
+        ("OMNI_RUNNER_PINNED_MIB", "1.5"),
+        ("OMNI_RUNNER_PINNED_MIB", "-1"),
+        ("OMNI_RUNNER_PINNED_MIB", "²"),
+        ("OMNI_RUNNER_TRACE_STEPS", "all"),
+    ],
+)
+def test_bad_values_are_named(name: str, text: str) -> None:
+    with pytest.raises(SettingsError, match=f"{name}='?{text}'?: expected") as caught:
+        Settings.from_env({name: text})
+    assert isinstance(caught.value, ValueError)
+
+
+def test_misspelt_variables_are_found() -> None:
+    assert unknown_variables({"OMNI_RUNNER": "1", "OMNI_RUNNER_STRCT": "1", "PATH": ""}) == ["OMNI_RUNNER_STRCT"]
+
+
+def test_every_field_has_a_variable() -> None:
+    assert len(VARIABLES) == len(dataclasses.fields(Settings))

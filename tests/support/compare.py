@@ -1,0 +1,63 @@
+"""Compare bytes, never values: NaN payloads and -0.0 count, and there are no tolerances."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+POISON = 0xA5  # what a destination holds before anything is written; neither 0 nor 1, odd as float, out of bool's range
+
+
+def poisoned(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
+    """Bytes that show what was written and what was not, ``[nbytes] uint8``."""
+    return torch.full((nbytes,), POISON, dtype=torch.uint8, device=device)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The elements in order as bytes on the host, ``[nbytes] uint8``."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def assert_same(found: Tensor, expected: Tensor, where: str = "tensor") -> None:
+    """Same dtype, rank, shape and bytes; for opaque tensors, same kind and values."""
+    assert isinstance(found, Tensor), f"{where}: {type(found).__name__} instead of a tensor"
+    assert found.device.type == "cpu", f"{where}: on {found.device}"
+    assert (found.dtype, found.shape, found.layout) == (expected.dtype, expected.shape, expected.layout), where
+    if expected.layout != torch.strided or expected.is_quantized:
+        expected = expected.cpu()
+        assert found.is_quantized == expected.is_quantized, where
+        assert torch.equal(_dense(found), _dense(expected)), where
+    else:
+        assert torch.equal(bytes_of(found), bytes_of(expected)), f"{where}: bytes differ"
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.int_repr() if tensor.is_quantized else tensor.to_dense()
+
+
+def assert_same_tree(found: Any, expected: Any, where: str = "payload") -> None:
+    """Same containers, keys in the same order, same tensors and same plain values."""
+    if isinstance(expected, Tensor):
+        assert_same(found, expected, where)
+        return
+    assert type(found) is type(expected), f"{where}: {type(found)} instead of {type(expected)}"
+    if isinstance(expected, dict):
+        assert list(found) == list(expected), where
+        pairs = [(key, found[key], expected[key]) for key in expected]
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), where
+        pairs = [(index, *both) for index, both in enumerate(zip(found, expected, strict=True))]
+    elif dataclasses.is_dataclass(expected):
+        names = [field.name for field in dataclasses.fields(expected)]
+        pairs = [(name, getattr(found, name), getattr(expected, name)) for name in names]
+    else:
+        same = np.array_equal(found, expected) if isinstance(expected, np.ndarray) else found == expected
+        assert same, f"{where}: {found!r} instead of {expected!r}"
+        return
+    for key, left, right in pairs:
+        assert_same_tree(left, right, f"{where}.{key}")

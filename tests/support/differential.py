@@ -1,0 +1,86 @@
+"""Random cases through a packer and through the gather functions, against the oracle of random_cases.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spanpack import Packer, Plan, flatten
+from tests.support.compare import POISON, assert_same_tree, bytes_of, poisoned
+from tests.support.leaves import scribble
+from tests.support.random_cases import Case, random_case
+
+try:
+    import hypothesis
+    from hypothesis import strategies as st
+except ImportError:  # a GPU host has no more than torch and pytest
+    hypothesis = None  # type: ignore[assignment]
+
+ASKED = int(os.environ.get("SPANPACK_EXAMPLES", "0"))
+
+
+def try_cases(check: Callable[[Case], None], examples: int) -> None:
+    """Run a check on many cases: drawn and shrunk by hypothesis where it is installed, else seeded.
+
+    The environment variable ``SPANPACK_EXAMPLES`` overrules the number of examples.
+    """
+    examples = ASKED or examples
+    if hypothesis is None:
+        for seed in range(examples):
+            try:
+                check(random_case(Random(seed)))
+            except BaseException as error:
+                error.add_note(f"found in random_case(Random({seed}))")
+                raise
+        return
+
+    @hypothesis.settings(max_examples=examples, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.given(st.randoms(use_true_random=False))
+    def run(source: Random) -> None:
+        case = random_case(source)
+        hypothesis.note(repr(case))
+        check(case)
+
+    run()
+
+
+def check_pack(case: Case, packer: Packer, *, copies: bool = False) -> None:
+    """Pack, overwrite all sources, compare every byte that every consumer got and what was counted."""
+    payload = case.payload(packer.device.type)
+    before = packer.stats()
+    packed = packer.pack(payload, case.batch(), case.rules)
+    for leaf in flatten(payload)[0]:
+        scribble(leaf)
+    expected = case.expected()
+    assert_same_tree(packed.views(), expected)
+    after, plan = packer.stats(), packed.snapshot.plan
+    gathered = int(plan.device_bytes > 0)
+    assert after.packs - before.packs == 1
+    assert after.launches - before.launches == (gathered if packer.backend == "triton" else 0)
+    assert after.copies - before.copies == (gathered if copies else 0)
+
+
+Gather = Callable[[Plan, Any, Tensor], None]
+
+
+def check_gather(case: Case, packer: Packer, gather: Gather) -> None:
+    """Gather into a poisoned slab: each column has the bytes that the packer found, and all gaps are untouched."""
+    device = packer.device.type
+    payload = case.payload(device)
+    snapshot = packer.pack(payload, case.batch(), case.rules).snapshot
+    plan = snapshot.plan
+    slab = poisoned(plan.device_bytes + 64, device)
+    gather(plan, flatten(payload)[0], slab)
+    found = slab.cpu()
+    untouched = torch.ones(len(found), dtype=torch.bool)
+    for index, column in enumerate(plan.columns):
+        place = slice(column.offset_bytes, column.offset_bytes + column.nbytes)
+        assert torch.equal(found[place], bytes_of(snapshot.column(index))), f"column {index}"
+        assert untouched[place].all(), f"column {index} overlaps another"
+        untouched[place] = False
+    assert (found[untouched] == POISON).all()

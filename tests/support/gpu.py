@@ -1,0 +1,81 @@
+"""What the GPU tests need beside the packer: kernels that take their time, and counts of what the device did."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+from spanpack import Packer
+
+MakePacker = Callable[..., Packer]  # see the fixture make_packer
+
+
+@lru_cache(maxsize=1)
+def _cycles_per_ms() -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1000)  # loads the kernel
+    begin.record()
+    torch.cuda._sleep(20_000_000)
+    end.record()
+    end.synchronize()
+    return float(20_000_000 / begin.elapsed_time(end))
+
+
+def sleep_cycles(ms: float) -> int:
+    """For `torch.cuda._sleep`; at least `ms`, unless the clock rises meanwhile."""
+    return int(ms * _cycles_per_ms())
+
+
+def hold_up(ms: float, stream: torch.cuda.Stream | None = None) -> None:
+    """Keep a stream, by default the current one, busy for about `ms`; the host does not wait."""
+    cycles = sleep_cycles(ms)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(cycles)
+
+
+def copy_stream(packer: Packer) -> torch.cuda.Stream:
+    """The side stream of a packer."""
+    assert packer._engine is not None
+    return packer._engine.runtime.copy_stream
+
+
+@contextmanager
+def device_work() -> Iterator[Counter[str]]:
+    """Counts by name what the device did, kernels and copies, as torch's profiler sees it.
+
+    Skips the test where the profiler sees no device activity, as in containers that forbid it.
+    """
+    work: Counter[str] = Counter()
+    control = torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        yield work
+        control.cpu()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    if not any("DtoH" in name for name in names):
+        pytest.skip("torch's profiler sees no device activity here")
+    work.update(names)
+    work.subtract([next(name for name in reversed(names) if "DtoH" in name)])  # the control
+
+
+def count(work: Counter[str], part: str) -> int:
+    """How often something whose name has `part` in it was done."""
+    return sum(times for name, times in work.items() if part in name)
+
+
+def kernels_compiled(packer: Packer) -> int:
+    """Kernel variants that exist in this process: the packer's own and all of Triton's for the gather."""
+    from spanpack._kernels import gather_tiles
+
+    engine = packer._engine
+    assert engine is not None
+    own = len(engine.launcher._compiled) if engine.launcher is not None else 0
+    caches: Any = gather_tiles.device_caches  # device -> (kernels by key, ...)
+    return own + sum(len(cache[0]) for cache in caches.values())
