@@ -32,7 +32,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "most pinned memory that one stage's packer may hold, in MiB",
         "1024",
     ),
-    "OMNI_RUNNER_TRACE": ("folder into which each AR stage writes a trace of its first steps", "no trace"),
+    "OMNI_RUNNER_TRACE": ("folder into which each packed AR stage writes a trace of its first steps", "no trace"),
     "OMNI_RUNNER_TRACE_STEPS": ("how many steps to record", str(_DEFAULT_TRACE_STEPS)),
     "OMNI_RUNNER_TRACE_SCRUB": (
         "1 records random values in place of the real ones, so that the trace can be shared",

@@ -91,7 +91,6 @@ def take_snapshot(runner: Any, step: StepInput, hidden: Tensor, payload: Any) ->
         request: {} if stage is None else {"omni_final_stage_id": stage}
         for request, stage in zip(step.request_ids, step.final_stages, strict=True)
     }
-    runner._downstream_payload_cache = {}
     request_ids = list(step.request_ids)
     host = {
         "num_scheduled_tokens_np": np.array(step.scheduled, dtype=np.int32),

@@ -11,10 +11,7 @@ import torch
 from spanpack import Packer
 from spanpack._runtime import TorchRuntime, load_runtime
 from spanpack.config import ConfigTable
-from tests.support.gpu import MakePacker
-
-COPY_ENGINE = ConfigTable()
-DIRECT_STORE = ConfigTable(direct_store_bytes=1 << 20)  # more than these tests pack
+from tests.support.gpu import COPY_ENGINE, DIRECT_STORE, MakePacker
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -26,6 +26,12 @@ def filled(step: int, rows: int = 16) -> Tensor:
     return torch.full((rows, WIDTH), step, dtype=torch.int32, device="cuda")
 
 
+def warm_up(packer: Packer, leaf: Tensor) -> None:
+    """Bring descriptors and all slabs into being: allocating may wait for the device, packing must not."""
+    packer.reserve(leaf.nbytes, slabs=8)
+    packer.pack({"hidden": leaf}, DECODE).wait()
+
+
 def assert_step(packed: PackedTree, step: int) -> None:
     views = packed.views()
     assert list(views) == IDS
@@ -81,7 +87,7 @@ def test_a_graph_overwrites_its_buffers_200_times_with_three_packs_in_flight(any
 @pytest.mark.sanitizer
 def test_the_copy_waits_for_a_slow_producer_and_the_host_does_not(any_packer: Packer) -> None:
     leaf = filled(0)
-    any_packer.pack({"hidden": leaf}, DECODE).wait()  # slabs and descriptors exist
+    warm_up(any_packer, leaf)
     began = time.perf_counter()
     hold_up(HELD_MS)
     leaf.fill_(7)
@@ -122,7 +128,7 @@ def test_one_plan_on_two_streams_in_turn(any_packer: Packer) -> None:
 @pytest.mark.sanitizer
 def test_more_packs_in_flight_than_device_slabs(packer: Packer) -> None:
     leaf = filled(0)
-    packer.pack({"hidden": leaf}, DECODE).wait()
+    warm_up(packer, leaf)
     hold_up(HELD_MS, copy_stream(packer))
     snapshots = []
     for step in range(7):  # four device slabs, eight pinned ones
@@ -145,7 +151,7 @@ def test_views_kept_while_others_come_and_go(any_packer: Packer) -> None:
 
 def test_dropped_snapshots_give_their_slabs_back_after_the_copy(packer: Packer) -> None:
     leaf = filled(1)
-    packer.pack({"hidden": leaf}, DECODE)
+    warm_up(packer, leaf)
     hold_up(HELD_MS, copy_stream(packer))
     for _ in range(3):
         packer.pack({"hidden": leaf}, DECODE)  # dropped at once

@@ -172,6 +172,8 @@ def runners() -> Iterator[Any]:
 
 def compare(runners: Any, log: LogCounter, case: Case) -> None:
     stock, packed = runners(case.stage)
+    for runner in (stock, packed):
+        runner._downstream_payload_cache.clear()  # the requests of the last case are gone
     log.take()
     for time in range(STEPS_PER_EXAMPLE):
         expected, expected_log = outcome(stock, case, time), log.take()

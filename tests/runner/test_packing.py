@@ -94,9 +94,6 @@ def column(channel: Any, key: str) -> list[Any]:
     return [None if payload is None else payload[key].tolist() for payload in channel]
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
-
-
 def test_rows_go_to_their_requests(packer: StepPacker) -> None:
     hidden = numbered(6)
     inter, client = build(packer, step_of([3, 0, 1, 2]), {"codes": {"audio": numbered(6, 2, torch.int64)}}, hidden)
@@ -142,9 +139,6 @@ def test_spans_end_where_the_rows_end(packer: StepPacker) -> None:
     assert column(inter, "hidden") == [[[0], [1]], [[2]]]  # everyone consumes: the engine cuts at the scheduled tokens
     inter, _ = build(packer, step_of([2, 3], consumers=[1], scheduled=3), {}, hidden=numbered(5, 1))
     assert column(inter, "hidden") == [None, [[2], [3], [4]]]  # and here it does not
-
-
-# --- lists, invariants, values ------------------------------------------------------------------------------------------
 
 
 def test_lists_give_each_request_its_element_or_the_first(packer: StepPacker) -> None:
@@ -241,9 +235,6 @@ def test_every_payload_may_be_changed_in_place(packer: StepPacker) -> None:
     assert not one.any()
 
 
-# --- channels -----------------------------------------------------------------------------------------------------------
-
-
 def test_channels_are_partitioned_by_the_engines_rule(packer: StepPacker) -> None:
     payload = {"x": numbered(2), "audio": [torch.ones(3)], "meta": {"segment_end": True}}
     inter, client = build(packer, step_of([1, 1]), payload, rules=PARTITIONED)
@@ -291,9 +282,6 @@ def test_sparse_lists_follow_the_declared_requests(packer: StepPacker) -> None:
     assert [inter[i]["audio"].shape[0] for i in (0, 2)] == [7, 5]
     assert [inter[i]["n"].item() for i in (0, 2)] == [2, 1]
     assert [inter[i]["x"].tolist() for i in (0, 2)] == [numbered(3)[i : i + 1].tolist() for i in (0, 2)]
-
-
-# --- what columns leave to the engine -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -347,9 +335,6 @@ def test_whole_trees_come_back_as_they_were(packer: StepPacker) -> None:
 def test_whole_trees_with_other_containers_are_refused(packer: StepPacker) -> None:
     with pytest.raises(NotCovered, match="Pair"):
         packer.pack_whole({"x": Pair(1, torch.ones(2))})
-
-
-# --- cost ---------------------------------------------------------------------------------------------------------------
 
 
 class CountCalls(TorchDispatchMode):

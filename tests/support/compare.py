@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from spanpack import Plan
 
 POISON = 0xA5  # what a destination holds before anything is written; neither 0 nor 1, odd as float, out of bool's range
 
@@ -34,6 +37,18 @@ def assert_same(found: Tensor, expected: Tensor, where: str = "tensor") -> None:
         assert torch.equal(_dense(found), _dense(expected)), where
     else:
         assert torch.equal(bytes_of(found), bytes_of(expected)), f"{where}: bytes differ"
+
+
+def assert_slab(slab: Tensor, plan: Plan, columns: Sequence[Tensor]) -> None:
+    """A slab that was poisoned holds these columns where the plan says, and every other byte is untouched."""
+    found = slab.cpu()
+    untouched = torch.ones(len(found), dtype=torch.bool)
+    for index, (column, expected) in enumerate(zip(plan.columns, columns, strict=True)):
+        place = slice(column.offset_bytes, column.offset_bytes + column.nbytes)
+        assert torch.equal(found[place], bytes_of(expected)), f"column {index}"
+        assert untouched[place].all(), f"column {index} overlaps another"
+        untouched[place] = False
+    assert (found[untouched] == POISON).all(), "bytes outside all columns were written"
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from spanpack import Packer, Plan, flatten
-from tests.support.compare import POISON, assert_same_tree, bytes_of, poisoned
+from tests.support.compare import assert_same_tree, assert_slab, poisoned
 from tests.support.leaves import scribble
 from tests.support.random_cases import Case, random_case
 
@@ -76,11 +75,4 @@ def check_gather(case: Case, packer: Packer, gather: Gather) -> None:
     plan = snapshot.plan
     slab = poisoned(plan.device_bytes + 64, device)
     gather(plan, flatten(payload)[0], slab)
-    found = slab.cpu()
-    untouched = torch.ones(len(found), dtype=torch.bool)
-    for index, column in enumerate(plan.columns):
-        place = slice(column.offset_bytes, column.offset_bytes + column.nbytes)
-        assert torch.equal(found[place], bytes_of(snapshot.column(index))), f"column {index}"
-        assert untouched[place].all(), f"column {index} overlaps another"
-        untouched[place] = False
-    assert (found[untouched] == POISON).all()
+    assert_slab(slab, plan, [snapshot.column(index) for index in range(len(plan.columns))])

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from spanpack.config import LaunchConfig
+from tests.support.compare import POISON
 
 SIDE = 7  # handle of the copy stream
 
@@ -53,6 +54,7 @@ class FakeDevice:
         self.launches = self.copies = self.uploads = self.stream_waits = self.host_waits = 0
         self.refuse_memory = False
         self.held: list[torch.Tensor] = []
+        self._memory: list[torch.Tensor] = []  # never freed: a real allocator frees in the order of the stream
         self._queues: defaultdict[int, deque[tuple[Callable[[], bool], Callable[[], None]]]] = defaultdict(deque)
         self._blocked: set[int] = set()
 
@@ -69,7 +71,8 @@ class FakeDevice:
     def empty(self, nbytes: int) -> torch.Tensor:
         if self.refuse_memory:
             raise torch.cuda.OutOfMemoryError("simulated")
-        return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
+        self._memory.append(torch.full((nbytes,), POISON, dtype=torch.uint8))
+        return self._memory[-1]
 
     def bring_home(self, flight: Any, destination: int, source: int, nbytes: int, stream: int) -> None:
         self.record(flight.packed, stream)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from spanpack import Packer
+from spanpack.config import ConfigTable
 
 MakePacker = Callable[..., Packer]  # see the fixture make_packer
 
@@ -19,7 +20,7 @@ MakePacker = Callable[..., Packer]  # see the fixture make_packer
 @lru_cache(maxsize=1)
 def _cycles_per_ms() -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(1000)  # loads the kernel
+    torch.cuda._sleep(50_000_000)  # loads the kernel and raises the clock
     begin.record()
     torch.cuda._sleep(20_000_000)
     end.record()
@@ -47,7 +48,7 @@ def copy_stream(packer: Packer) -> torch.cuda.Stream:
 
 @contextmanager
 def device_work() -> Iterator[Counter[str]]:
-    """Counts by name what the device did, kernels and copies, as torch's profiler sees it.
+    """Counts by name what the device did, kernels and copies, as torch's profiler sees it; filled on leaving.
 
     Skips the test where the profiler sees no device activity, as in containers that forbid it.
     """
@@ -58,7 +59,8 @@ def device_work() -> Iterator[Counter[str]]:
         yield work
         control.cpu()
         torch.cuda.synchronize()
-    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    on_device = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    names = [name for name in on_device if "Sync" not in name and "Wait" not in name]
     if not any("DtoH" in name for name in names):
         pytest.skip("torch's profiler sees no device activity here")
     work.update(names)
@@ -68,6 +70,10 @@ def device_work() -> Iterator[Counter[str]]:
 def count(work: Counter[str], part: str) -> int:
     """How often something whose name has `part` in it was done."""
     return sum(times for name, times in work.items() if part in name)
+
+
+COPY_ENGINE = ConfigTable()
+DIRECT_STORE = ConfigTable(direct_store_bytes=1 << 20)  # more than the tests pack that use it
 
 
 def kernels_compiled(packer: Packer) -> int:

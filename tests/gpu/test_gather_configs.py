@@ -1,0 +1,43 @@
+"""Every launch configuration that tuning may choose, compiled, on sizes that meet every branch of the kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spanpack import ColumnSpec, gather_torch, gather_triton, make_plan
+from spanpack._tune_search import candidates
+from spanpack.config import DEFAULT_CONFIGS, LaunchConfig, load_configs
+from tests.support.compare import poisoned
+
+CONFIGS = tuple(dict.fromkeys([*DEFAULT_CONFIGS, *candidates()]))
+
+
+def odd_leaves() -> list[torch.Tensor]:
+    """Runs and strided rows of odd places, lengths and widths, from 1 byte to some tiles of the longest kind."""
+    base = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device="cuda")
+    runs = [
+        base[offset : offset + length] for offset in (0, 1, 3, 4, 8) for length in (1, 15, 16, 17, 33, 4097, 70_001)
+    ]
+    rows = [
+        base[offset:].unfold(0, width + gap, width + gap)[:50, :width]
+        for offset, width, gap in ((0, 8, 8), (0, 64, 192), (4, 12, 4), (1, 7, 2), (0, 16_400, 16), (3, 333, 180))
+    ]
+    return [*runs, *rows]
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_a_configuration_gathers_the_same_bytes_as_torch(cuda_device: torch.device, config: LaunchConfig) -> None:
+    leaves = odd_leaves()
+    columns = [ColumnSpec.whole(i, leaf) for i, leaf in enumerate(leaves)]
+    columns.append(ColumnSpec.stack(range(35), leaves[:35]))  # the runs once more, at odd destinations
+    plan = make_plan(leaves, columns)
+    expected, found = (poisoned(plan.device_bytes + 64, cuda_device) for _ in range(2))
+    gather_torch(plan, leaves, expected)
+    gather_triton(plan, leaves, found, config)
+    assert torch.equal(found, expected)
+
+
+def test_what_was_tuned_for_this_gpu_is_among_them(cuda_device: torch.device) -> None:
+    assert set(load_configs(torch.cuda.get_device_name(cuda_device)).configs) <= set(CONFIGS)
