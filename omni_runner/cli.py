@@ -41,7 +41,7 @@ COMMANDS = {
         "omni_runner.demo.__main__:main",
         "pip install safetensors",
     ),
-    "tune": Command("find the fastest launch configuration for this GPU", "spanpack.tune:main"),
+    "tune": Command("find the fastest launch configuration for this GPU", "omni_runner.tuning:main"),
     "record": Command("record real steps of a deployment as a trace", "omni_runner.cli:record"),
     "replay": Command(
         "pack a trace's steps again: are the bytes right, and how long does it take?",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -35,8 +34,7 @@ NO_METADATA = "the step's metadata did not come before its payload"
 _NO_ROWS = torch.empty((0, 0))  # hidden rows of a step in which nobody wants any
 
 
-@dataclass(frozen=True, slots=True)
-class PendingStep:
+class PendingStep(NamedTuple):
     """What the engine said about a step just before it asked for the snapshot.
 
     Attributes
@@ -56,8 +54,7 @@ class PendingStep:
         return metadata["hidden_states"] is hidden_states and metadata["multimodal_outputs"] is multimodal_outputs
 
 
-@dataclass(frozen=True, slots=True)
-class PackedSnapshot:
+class PackedSnapshot(NamedTuple):
     """Stands for the engine's tensor snapshot: `sample_tokens` hands the fields to the builder, and waits for one.
 
     Attributes
@@ -76,16 +73,18 @@ class PackedSnapshot:
     staged_hidden_states_cpu: None = None
 
 
-@dataclass(frozen=True, slots=True)
 class DeferredWait:
     """Waits for a pack and leaves its failure to the builder, which waits again and knows what else to clean up."""
 
-    packed: PackedStep | PackedTree
+    __slots__ = ("_packed",)
+
+    def __init__(self, packed: PackedStep | PackedTree) -> None:
+        self._packed = packed
 
     def wait(self) -> None:
         """Sleep until the bytes are on the host, or never will be."""
         try:
-            self.packed.wait()
+            self._packed.wait()
         except Exception:  # the same call raises it again where it can be handled
             logger.debug("omni_runner: waiting for a pack failed", exc_info=True)
 
@@ -143,16 +142,26 @@ class PackedPath:
         hidden_states, multimodal_outputs, others
             Arguments of the engine's snapshot method; `others` are passed on as they are.
         """
-        self._open(runner)
-        assert self._steps is not None
-        self._log_now_and_then()
+        steps = self._steps or self._open(runner)
+        self._steps_seen += 1
+        if self._steps_seen % LOG_EVERY_STEPS == 0 and logger.isEnabledFor(logging.DEBUG):
+            logger.debug("omni_runner: %s", self.stats())
         try:
-            step = self._read_step(runner, pending)
+            metadata = pending.metadata
+            step = self._reader.read(
+                runner,
+                scheduler_output=metadata["scheduler_output"],
+                request_ids=metadata["req_ids_output_copy"],
+                num_scheduled_tokens=metadata["num_scheduled_tokens_np"],
+                query_start_loc=metadata["query_start_loc_cpu"],
+                multimodal_outputs=multimodal_outputs,
+            )
             include_hidden = runner._model_omni_pooler_payload_include_hidden()
-            self._record(step, hidden_states, multimodal_outputs, others, include_hidden)
+            if self._recorder is not None:
+                self._record(step, hidden_states, multimodal_outputs, others, include_hidden)
             if step.consumers:
                 _check_covered(runner, pending)
-            packed = self._steps.pack(
+            packed = steps.pack(
                 step,
                 hidden_states=hidden_states if include_hidden else None,
                 multimodal_outputs=multimodal_outputs,
@@ -163,7 +172,7 @@ class PackedPath:
             payload = runner._build_omni_async_snapshot_payload(
                 hidden_states=hidden_states, multimodal_outputs=multimodal_outputs, **others
             )
-            tree = self._steps.pack_whole(payload)
+            tree = steps.pack_whole(payload)
             self.counters.count_mirror(str(reason))
             no_rows = torch.empty((0, *hidden_states.shape[1:]), dtype=hidden_states.dtype)
             return PackedSnapshot(no_rows, tree, DeferredWait(tree))
@@ -229,9 +238,9 @@ class PackedPath:
         output.multimodal_outputs = multimodal_outputs
         return output
 
-    def _open(self, runner: Any) -> None:
+    def _open(self, runner: Any) -> StepPacker:
         if self._steps is not None:
-            return
+            return self._steps
         check_runner(runner)
         settings = Settings.from_env()
         self._channels = ChannelBuilder(self.upstream, _channel_rules(self.upstream, runner))
@@ -242,17 +251,7 @@ class PackedPath:
         )
         self._recorder = _make_recorder(settings, runner, self.upstream)
         self._steps = StepPacker(self._packer, self.upstream)
-
-    def _read_step(self, runner: Any, pending: PendingStep) -> StepContext:
-        metadata = pending.metadata
-        return self._reader.read(
-            runner,
-            scheduler_output=metadata["scheduler_output"],
-            request_ids=metadata["req_ids_output_copy"],
-            num_scheduled_tokens=metadata["num_scheduled_tokens_np"],
-            query_start_loc=metadata["query_start_loc_cpu"],
-            multimodal_outputs=metadata["multimodal_outputs"],
-        )
+        return self._steps
 
     def _record(
         self,
@@ -262,7 +261,8 @@ class PackedPath:
         others: Mapping[str, Any],
         include_hidden: bool,
     ) -> None:
-        if self._recorder is None or not self._recorder.active:
+        assert self._recorder is not None
+        if not self._recorder.active:
             return
         staged = others.get("staged_hidden_states_cpu")
         try:
@@ -275,11 +275,6 @@ class PackedPath:
         else:
             if written is not None:
                 logger.info("omni_runner: wrote the trace %s", written)
-
-    def _log_now_and_then(self) -> None:
-        self._steps_seen += 1
-        if self._steps_seen % LOG_EVERY_STEPS == 0 and logger.isEnabledFor(logging.DEBUG):
-            logger.debug("omni_runner: %s", self.stats())
 
 
 def _check_covered(runner: Any, pending: PendingStep) -> None:

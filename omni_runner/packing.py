@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class PackedStep:
-    """A step on its way to the host as columns, one per key; `builder.build_channels` reads it.
+    """A step on its way to the host as columns, one per key; `builder.ChannelBuilder` reads it.
 
     Attributes
     ----------
@@ -107,7 +107,7 @@ class StepPacker:
         self._whole_plans: spanpack.PlanCache[_Whole] = spanpack.PlanCache(cache_capacity)
 
     def pack(self, step: StepContext, *, hidden_states: Tensor | None, multimodal_outputs: Any) -> PackedStep:
-        """Pack what the step's consumers get, in the columns that `builder.build_channels` reads.
+        """Pack what the step's consumers get, in the columns that `builder.ChannelBuilder` reads.
 
         Parameters
         ----------

@@ -53,9 +53,8 @@ class PackedRunnerMixin(_EngineRunner):
             if pending is None:
                 path.counters.count_stock(NO_METADATA)
             else:
-                record = path.upstream.record_function
                 try:
-                    with record("omni_async_output:snapshot_cpu_payload"), record("omni_runner:pack"):
+                    with path.upstream.record_function("omni_async_output:snapshot_cpu_payload"):
                         return path.pack(
                             self,
                             pending,

@@ -62,14 +62,12 @@ class StepCounters:
         self._builder_ns = 0
 
     def count_columns(self) -> None:
-        """Count a step packed as columns."""
-        with self._lock:
-            self._columns += 1
+        """Count a step packed as columns; only the engine's thread does."""
+        self._columns += 1
 
     def count_empty(self) -> None:
-        """Count a step without consumers."""
-        with self._lock:
-            self._empty += 1
+        """Count a step without consumers; only the engine's thread does."""
+        self._empty += 1
 
     def count_mirror(self, reason: str) -> None:
         """Count a step that was packed whole; the first of its reason is logged."""

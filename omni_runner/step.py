@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -133,8 +134,7 @@ class StepReader:
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
-        self._last_facts: tuple[Any, ...] | None = None
-        self._last_step: StepContext | None = None
+        self._last: _Reading | None = None
 
     def read(
         self,
@@ -165,35 +165,68 @@ class StepReader:
             The sparse audio marker is out of contract. Some versions read such a marker element by element, which would
             wait for the device here; the engine's own builder decides about it on host tensors.
         """
-        ids = list(request_ids)
-        count = len(ids)
-        starts = _first(query_start_loc, count, "query_start_loc")
-        rows = _first(num_scheduled_tokens, count, "num_scheduled_tokens")
         tokens = int(scheduler_output.total_num_scheduled_tokens)
-        # What the engine has settled about each request; None for one whose routing marker has not come yet.
-        settled = list(map(runner._downstream_payload_cache.get, ids))
-        facts = (ids, tokens, starts.tobytes(), rows.tobytes(), settled)
         sparse = _declares_sparse(multimodal_outputs)
-        if self._last_step is not None and facts == self._last_facts and not sparse:
-            return self._last_step
+        numbers = _raw(num_scheduled_tokens), _raw(query_start_loc, len(request_ids) + 1)
+        last = self._last
+        if (
+            last is not None
+            and not sparse
+            and last.request_ids == request_ids
+            and last.tokens == tokens
+            and last.numbers == numbers
+            and last.settled == _settled(last.get_settled, runner)
+        ):
+            return last.step
         if sparse:
             _check_sparse_marker(multimodal_outputs)
+        ids = list(request_ids)
         output_type, consumer_ids = runner._resolve_pooler_payload_req_ids(ids)
         consumer_ids, sparse_index, is_sparse = self._upstream.resolve_sparse_routing(
             runner, output_type, ids, consumer_ids, multimodal_outputs
         )
         step = make_step(
             request_ids=ids,
-            num_scheduled_tokens=rows,
-            query_start_loc=starts,
+            num_scheduled_tokens=num_scheduled_tokens,
+            query_start_loc=query_start_loc,
             scheduled_tokens=tokens,
             consumer_ids=consumer_ids,
             sparse_index=sparse_index,
             is_sparse=is_sparse,
         )
-        repeatable = not sparse and None not in settled
-        self._last_facts, self._last_step = (facts, step) if repeatable else (None, None)
+        self._last = None
+        if ids and not sparse and None not in numbers:
+            get_settled = itemgetter(*ids)
+            settled = _settled(get_settled, runner)
+            if settled is not None:
+                self._last = _Reading(ids, tokens, numbers, get_settled, settled, step)
         return step
+
+
+class _Reading(NamedTuple):
+    """A step that was read, and all that it was read from."""
+
+    request_ids: list[str]
+    tokens: int
+    numbers: tuple[bytes | None, bytes | None]  # counts and first rows, as they were given
+    get_settled: Callable[[Mapping[str, bool]], Any]
+    settled: Any
+    step: StepContext
+
+
+def _settled(get_settled: Callable[[Mapping[str, bool]], Any], runner: Any) -> Any:
+    """What the engine has found out for good about each request; None while the marker of one has not come."""
+    try:
+        return get_settled(runner._downstream_payload_cache)
+    except KeyError:
+        return None
+
+
+def _raw(values: Any, limit: int | None = None) -> bytes | None:
+    """The first `limit` of some host numbers as bytes; None for what is neither array nor CPU tensor."""
+    if type(values) is torch.Tensor and values.is_cpu:
+        values = values.numpy()
+    return values[:limit].tobytes() if isinstance(values, np.ndarray) else None
 
 
 def _declares_sparse(multimodal_outputs: Any) -> bool:

@@ -92,9 +92,7 @@ class Environment:
         self._run([python, "-m", "venv", str(self.folder)], "could not create .venv", lock)
 
     def _install_requirements(self, lock: int) -> None:
-        print(
-            "setup: installing the pinned packages into .venv, once: about a minute, 2.3 GB", file=sys.stderr
-        )
+        print("setup: installing the pinned packages into .venv, once: about a minute, 2.3 GB", file=sys.stderr)
         files = [argument for name in REQUIREMENTS for argument in ("-r", str(self.root / name))]
         # Wheels only: no download can run code or need a compiler. Not compiled ahead: most modules of the
         # engine are never imported, and compiling them takes longer than everything else.

@@ -88,8 +88,7 @@ def test_omni_runner_imports_without_the_engine() -> None:
 def test_entry_points() -> None:
     installed_version("omni-runner")
     found = {
-        (point.group, point.name): point.value
-        for point in importlib.metadata.distribution("omni-runner").entry_points
+        (point.group, point.name): point.value for point in importlib.metadata.distribution("omni-runner").entry_points
     }
     assert found == {
         ("console_scripts", "omni-runner"): "omni_runner.cli:main",

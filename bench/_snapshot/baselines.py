@@ -147,7 +147,10 @@ class TorchCat(_OneBuffer):
 
 
 class ForeachCopy(_OneBuffer):
-    """`torch._foreach_copy_` into prepared views of one buffer."""
+    """`torch._foreach_copy_` of byte views into prepared views of one buffer.
+
+    Of the tensors as they are it is not exact: its bf16 kernel turns signaling NaNs into quiet ones.
+    """
 
     name = "foreach_copy"
 
@@ -156,13 +159,13 @@ class ForeachCopy(_OneBuffer):
         leaves = self._leaves(scenario.steps[0])
         for slot in self._slots:
             slot.views = [
-                slot.device[offset : offset + leaf.nbytes].view(leaf.dtype).view(leaf.shape)
+                slot.device[offset : offset + leaf.nbytes].view(leaf.view(torch.uint8).shape)
                 for offset, leaf in zip(self._offsets, leaves, strict=False)
             ]
 
     def take(self, step: StepInput) -> _Slot:
         slot = self._take_slot()
-        torch._foreach_copy_(slot.views, self._leaves(step.trace))
+        torch._foreach_copy_(slot.views, [leaf.view(torch.uint8) for leaf in self._leaves(step.trace)])
         self._copy_out(slot)
         return slot
 

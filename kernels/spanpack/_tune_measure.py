@@ -18,7 +18,7 @@ from ._runtime import load_runtime
 from ._size_classes import LaunchConfig
 from ._tune_results import COPY_ENGINE, Bench, CallTimes, Transport
 from ._tune_workloads import Workload
-from .flight import FlightDeck
+from .flight import Events, Flight
 from .gather import Launcher, gather_torch, stage
 from .tiles import make_tiles
 
@@ -46,7 +46,7 @@ class CudaMeasurer:
             self.stream = torch.cuda.Stream(device)  # stands for the one that produces the leaves
             self.runtime = load_runtime(device)
             self.launcher = Launcher(device)
-            self.flight = FlightDeck(self.runtime.make_event).take()
+            self.flight = Flight(Events.make(self.runtime.make_event))
             self.backlog = _Backlog(device)
 
     def prepare(self, workload: Workload) -> Bench:

@@ -19,7 +19,7 @@ from ._runtime import TorchRuntime
 from .columns import ColumnSpec
 from .config import ConfigTable, LaunchConfig
 from .errors import DeviceError
-from .flight import Flight, FlightDeck
+from .flight import Events, Flight
 from .gather import Launcher, copy_opaque, gather_host, gather_torch, stage
 from .plan import Plan, Route
 from .planner import make_plan
@@ -98,7 +98,6 @@ class CudaEngine:
         self.pool = pool
         self.staging = HostPool(_STAGING_BUDGET_BYTES, pin=pool.pin)  # of descriptors on their way to the device
         self.ring = DeviceRing(runtime)
-        self.deck = FlightDeck(runtime.make_event)
         self.launcher = launcher
         self.fallbacks = fallbacks
         self.launches = self.copies = self.uploads = self.copied_bytes = 0
@@ -123,7 +122,7 @@ class CudaEngine:
         device = self._device_slab(plan, stream)
         if host is None or lease is None or device is None:
             return self._run_degraded(plan, leaves, host, lease, device, stream)
-        flight = host.flight = device.flight = self.deck.take()
+        flight = host.flight = device.flight = self._begin_flight(host)
         if not self._launch(plan, leaves, device.address, stream, flight):
             gather_torch(plan, leaves, device.tensor)
         self.runtime.bring_home(flight, host.address, device.address, plan.device_bytes, stream)
@@ -135,12 +134,20 @@ class CudaEngine:
         self, plan: Plan, leaves: Sequence[Tensor], host: HostSlab, lease: ByteArray, stream: int
     ) -> Snapshot:
         """The kernel stores into the pinned slab, which the device has mapped: no device slab and no copy."""
-        flight = host.flight = self.deck.take()
+        flight = host.flight = self._begin_flight(host)
         if not self._launch(plan, leaves, host.address, stream, flight):
             gather_torch(plan, leaves, torch.from_numpy(lease))
         self.runtime.record(flight.packed, stream)
         self.runtime.record(flight.landed, stream)
         return self._snapshot(plan, leaves, lease, flight, host)
+
+    def _begin_flight(self, host: HostSlab | None) -> Flight:
+        """A flight with the slab's events, made when it is first used; with events of its own without a slab."""
+        if host is None:
+            return Flight(Events.make(self.runtime.make_event))
+        if host.events is None:
+            host.events = Events.make(self.runtime.make_event)
+        return Flight(host.events)
 
     def _launch(self, plan: Plan, leaves: Sequence[Tensor], slab: int, stream: int, flight: Flight) -> bool:
         """Launch the gather into the memory at `slab`; False where torch has to do it."""
@@ -241,7 +248,7 @@ class CudaEngine:
             self.fallbacks.note(
                 "pinned memory", f"{why}; using pageable memory, filled when the snapshot is waited for"
             )
-        flight = self.deck.take()
+        flight = self._begin_flight(host)
         if device is None:  # leaf by leaf into the host slab; pageable memory makes these copies blocking
             array = np.empty(plan.slab_bytes, dtype=np.uint8) if lease is None else lease
             if host is not None:
@@ -282,13 +289,11 @@ class CudaEngine:
         return Snapshot(plan, lease, flight=flight, slab=host, opaque=opaque)
 
     def reserve(self, nbytes: int, slabs: int) -> None:
-        """Allocate device slabs and events for `slabs` packs of `nbytes` in flight."""
+        """Allocate device slabs for `slabs` packs of `nbytes` in flight."""
         with torch.cuda.device(self.runtime.device):
             self.ring.reserve(nbytes, slabs)
             # Whoever had this memory before may still have work on this stream; packs may come on any.
             torch.cuda.current_stream().synchronize()
-            flights = [self.deck.take() for _ in range(slabs + 2)]
-        del flights
 
     def warmup(self) -> None:
         """Compile, launch and check every configuration that a pack can be given."""

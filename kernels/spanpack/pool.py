@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .flight import Flight
+from .flight import Events, Flight
 
 ByteArray = npt.NDArray[np.uint8]
 SMALLEST_SLAB_BYTES = 1 << 16
@@ -29,17 +29,20 @@ class HostSlab:
         All of it, ``[capacity] uint8``.
     address, capacity
         In bytes.
+    events
+        For the flights into this slab; None until the first.
     flight
         The last pack whose copy uses this memory; until it is done the memory must not be touched or freed.
     """
 
-    __slots__ = ("_owner", "_watch", "address", "array", "capacity", "flight")
+    __slots__ = ("_owner", "_watch", "address", "array", "capacity", "events", "flight")
 
     def __init__(self, capacity: int, owner: HostPool, *, pin: bool) -> None:
         tensor = torch.empty(capacity, dtype=torch.uint8, pin_memory=pin)
         self.array: ByteArray = tensor.numpy()  # keeps the tensor alive
         self.address = tensor.data_ptr()
         self.capacity = capacity
+        self.events: Events | None = None
         self.flight: Flight | None = None
         self._owner = owner
         self._watch: weakref.ref[ByteArray] | None = None

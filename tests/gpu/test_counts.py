@@ -12,7 +12,7 @@ import torch
 
 from spanpack import Batch, Packer, Placement
 from spanpack._runtime import NativeRuntime
-from tests.support.gpu import DIRECT_STORE, MakePacker, count, device_work, hold_up, kernels_compiled
+from tests.support.gpu import DIRECT_STORE, MakePacker, count, device_work, hold_up, kernels_compiled, pinned_memory
 from tests.support.random_cases import random_case
 
 IDS = [f"r{i}" for i in range(64)]
@@ -110,11 +110,10 @@ def test_the_steady_state_allocates_nothing_and_starts_no_thread(any_packer: Pac
     any_packer.reserve(1 << 21, slabs=4)
 
     def resources() -> dict[str, object]:
-        host, device, stats = torch.cuda.host_memory_stats(), torch.cuda.memory_stats(), any_packer.stats()
+        stats = any_packer.stats()
         return {
-            "pinned blocks": host["num_host_alloc"],
-            "pinned bytes": host["allocated_bytes.current"],
-            "device blocks": device["allocation.all.allocated"],
+            "pinned memory": pinned_memory(),
+            "device blocks": torch.cuda.memory_stats()["allocation.all.allocated"],
             "slabs": (stats.pinned_allocations, stats.device_allocations, stats.pinned_bytes, stats.device_bytes),
             "uploads": stats.uploads,
             "fallbacks": stats.fallbacks,
@@ -141,4 +140,4 @@ def test_500_random_payloads_compile_nothing(make_packer: MakePacker) -> None:
         case = random_case(random.Random(seed))
         packer.pack(case.payload("cuda"), case.batch(), case.rules).wait()
     assert kernels_compiled(packer) == before
-    assert packer.stats().launches > 400
+    assert packer.stats().launches > 250  # some have no consumers, or nothing to copy

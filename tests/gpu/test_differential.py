@@ -9,8 +9,7 @@ from tests.support.differential import Gather, check_gather, check_pack, try_cas
 
 
 def test_every_way_to_the_host_packs_what_the_oracle_says(any_packer: Packer) -> None:
-    copies = any_packer._engine is not None and not any_packer._engine.configs.direct_store_bytes
-    try_cases(lambda case: check_pack(case, any_packer, copies=copies), examples=1000)
+    try_cases(lambda case: check_pack(case, any_packer), examples=1000)
 
 
 @pytest.mark.parametrize("gather", [gather_torch, gather_triton], ids=["torch", "triton"])

@@ -84,7 +84,6 @@ def test_a_graph_overwrites_its_buffers_200_times_with_three_packs_in_flight(any
     assert (stats.packs, stats.launches, stats.fallbacks) == (200, 200, {})
 
 
-@pytest.mark.sanitizer
 def test_the_copy_waits_for_a_slow_producer_and_the_host_does_not(any_packer: Packer) -> None:
     leaf = filled(0)
     warm_up(any_packer, leaf)
@@ -110,6 +109,7 @@ def test_a_slow_producer_on_a_stream_of_its_own(any_packer: Packer) -> None:
     assert (packed.views()[IDS[0]]["hidden"] == 9).all()
 
 
+@pytest.mark.sanitizer
 def test_one_plan_on_two_streams_in_turn(any_packer: Packer) -> None:
     streams = [torch.cuda.Stream() for _ in range(2)]
     leaves = [filled(0), filled(0)]
@@ -125,7 +125,6 @@ def test_one_plan_on_two_streams_in_turn(any_packer: Packer) -> None:
         assert (packed.views()[IDS[5]]["hidden"] == step).all()
 
 
-@pytest.mark.sanitizer
 def test_more_packs_in_flight_than_device_slabs(packer: Packer) -> None:
     leaf = filled(0)
     warm_up(packer, leaf)
@@ -166,7 +165,6 @@ def test_dropped_snapshots_give_their_slabs_back_after_the_copy(packer: Packer) 
     assert stats.fallbacks == {}
 
 
-@pytest.mark.sanitizer
 def test_sources_freed_and_their_memory_reused_right_after_the_call(any_packer: Packer) -> None:
     snapshots = []
     addresses = set()
@@ -205,6 +203,7 @@ def test_different_spans_back_to_back_behind_a_slow_kernel(any_packer: Packer) -
         assert_same(snapshot.column(0), leaf[torch.from_numpy(rows)])
 
 
+@pytest.mark.sanitizer
 def test_sources_at_new_addresses_every_step_behind_a_slow_kernel(any_packer: Packer) -> None:
     leaves = [filled(step) for step in range(8)]
     hold_up(HELD_MS)

@@ -146,10 +146,10 @@ def test_steady_state_allocates_nothing(rig: Rig) -> None:
     plan = whole(leaf)
     for _ in range(10):
         rig.pack(leaf, plan).column(0)
-    before = rig.pool.allocations, rig.engine.ring.allocations, len(rig.engine.deck._idle)
+    before = rig.pool.allocations, rig.engine.ring.allocations, rig.device.events_made
     for _ in range(1000):
         rig.pack(leaf, plan).column(0)
-    assert (rig.pool.allocations, rig.engine.ring.allocations, len(rig.engine.deck._idle)) == before
+    assert (rig.pool.allocations, rig.engine.ring.allocations, rig.device.events_made) == before
 
 
 def test_views_kept_for_long_are_copied_out_and_pinned_memory_stays_bounded() -> None:

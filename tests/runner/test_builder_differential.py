@@ -31,7 +31,7 @@ HOST_FIELDS = ("req_ids", "req_id_to_index", "sampled_token_ids", "pooler_output
 def run_step(runner: Any, case: Case, time: int) -> Any:
     """One step; the caller's objects change as soon as they may."""
     hidden, payload = case.hidden(time), case.payload(time)
-    snapshot, arguments = take_snapshot(runner, case.step, hidden, payload)
+    snapshot, arguments = take_snapshot(runner, case.step_at(time), hidden, payload)
     scribble([hidden, payload])
     snapshot.async_payload.wait()
     return runner._build_omni_model_runner_output_from_snapshot(**arguments)

@@ -478,7 +478,7 @@ def test_profiler_ranges(monkeypatch):
     run(make_runner(PackedGPUARModelRunner), *payload())
     per_request = {name for name in stock if name.startswith("omni_output_builder:") and name not in ranges}
     assert stock - per_request <= set(ranges)
-    assert {"omni_runner:pack", "omni_runner:build_channels"} <= set(ranges)
+    assert {"omni_async_output:snapshot_cpu_payload", "omni_runner:build_channels"} <= set(ranges)
 
 
 def test_a_trace_is_recorded(monkeypatch, tmp_path):

@@ -74,7 +74,7 @@ def step_of(payload: Any, **changes: Any) -> TraceStep:
 
 
 def write(path: Path, *steps: TraceStep, scrub: bool = False) -> Path:
-    save_trace(path, Trace({"stage": "thinker", "model": "/home/secret/voices"}, steps), scrub)
+    save_trace(path, Trace({"stage": "thinker", "model": "/models/secret/voices"}, steps), scrub)
     return path
 
 

@@ -51,7 +51,7 @@ class FakeDevice:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.stream = 1
-        self.launches = self.copies = self.uploads = self.stream_waits = self.host_waits = 0
+        self.launches = self.copies = self.uploads = self.stream_waits = self.host_waits = self.events_made = 0
         self.refuse_memory = False
         self.held: list[torch.Tensor] = []
         self._memory: list[torch.Tensor] = []  # never freed: a real allocator frees in the order of the stream
@@ -66,6 +66,7 @@ class FakeDevice:
 
     def make_event(self, *, blocking: bool) -> FakeEvent:
         del blocking
+        self.events_made += 1
         return FakeEvent(self)
 
     def empty(self, nbytes: int) -> torch.Tensor:

@@ -72,6 +72,14 @@ def count(work: Counter[str], part: str) -> int:
     return sum(times for name, times in work.items() if part in name)
 
 
+def pinned_memory() -> dict[str, int]:
+    """Blocks and bytes of pinned memory that torch's allocator has, whatever this release of torch calls them."""
+    stats = torch.cuda.host_memory_stats()
+    found = {name: n for name, n in stats.items() if name.startswith("num_host") or name.endswith("bytes.current")}
+    assert found, list(stats)
+    return found
+
+
 COPY_ENGINE = ConfigTable()
 DIRECT_STORE = ConfigTable(direct_store_bytes=1 << 20)  # more than the tests pack that use it
 

@@ -113,7 +113,8 @@ def _map_places(node: Any, replace: Any, *, as_seen: bool = False) -> Any:
         return replace(node)
     if isinstance(node, Mapping):
         mapped = {key: _map_places(child, replace, as_seen=as_seen) for key, child in node.items()}
-        return mapped if as_seen or type(node) is dict else type(node)(mapped)
+        kind: Any = type(node)
+        return mapped if as_seen else kind(mapped)
     if isinstance(node, Record):
         return Record(*(_map_places(child, replace, as_seen=as_seen) for child in (node.first, node.second)))
     if isinstance(node, list | tuple):
