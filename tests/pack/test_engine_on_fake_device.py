@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
-import gc
+import threading
 
-import numpy as np
 import pytest
 import torch
 
-from spanpack import ColumnSpec, Plan, make_plan
-from spanpack.cuda import CudaEngine
-from spanpack.pool import HostPool
-from spanpack.stats import Fallbacks
-from tests.support.fake_device import SIDE, FakeDevice, FakeLauncher
-
-ROWS, WIDTH = 6, 40
-
-
-class Rig:
-    """An engine on a simulated device."""
-
-    def __init__(self, budget_bytes: int = 1 << 30, slabs_per_class: int = 8) -> None:
-        self.device = FakeDevice()
-        self.launcher = FakeLauncher(self.device)
-        self.pool = HostPool(budget_bytes, slabs_per_class, pin=False)
-        self.fallbacks = Fallbacks()
-        self.engine = CudaEngine(self.device, self.pool, self.fallbacks, self.launcher)  # type: ignore[arg-type]
-
-    def pack(self, leaf: torch.Tensor, plan: Plan | None = None):  # type: ignore[no-untyped-def]
-        return self.engine.run(plan or whole(leaf), [leaf])
-
-
-def whole(leaf: torch.Tensor) -> Plan:
-    return make_plan([leaf], [ColumnSpec.whole(0, leaf)])
-
-
-def rows(leaf: torch.Tensor, starts: list[int], counts: list[int]) -> Plan:
-    return make_plan([leaf], [ColumnSpec(0, np.array(starts), np.array(counts))])
+from spanpack import ColumnSpec, make_plan, planner
+from spanpack.config import ConfigTable
+from spanpack.plan import Route
+from tests.support.compare import assert_same
+from tests.support.fake_device import SIDE
+from tests.support.rig import Rig, numbers, rows, whole
 
 
 @pytest.fixture
 def rig() -> Rig:
     return Rig()
-
-
-def numbers(seed: int) -> torch.Tensor:
-    return torch.arange(ROWS * WIDTH, dtype=torch.int32).reshape(ROWS, WIDTH) + 1000 * seed
 
 
 def test_one_launch_one_copy_and_the_host_never_waits(rig: Rig) -> None:
@@ -116,84 +88,134 @@ def test_addresses_that_change_every_step_reach_the_device_in_order(rig: Rig) ->
     assert rig.device.uploads == len(leaves)
 
 
-def test_a_dropped_snapshot_keeps_its_slab_until_the_copy_is_over(rig: Rig) -> None:
-    first, second, third = numbers(1), numbers(2), numbers(3)
-    rig.device.block(SIDE)
-    plan = whole(first)
-    rig.pack(first, plan)  # dropped at once
-    kept = rig.pack(second, plan)
-    late = rig.pack(third, plan)
-    rig.device.unblock(SIDE)
-    assert torch.equal(kept.column(0), second)
-    assert torch.equal(late.column(0), third)
+def test_views_asked_for_before_landing_wait(rig: Rig) -> None:
+    rig.device.block(rig.device.stream)
+    leaf = numbers(1)
+    snapshot = rig.pack(leaf)
+    rig.device.enqueue(lambda: leaf.copy_(numbers(2)))
+    assert not snapshot.done()
+    rig.device.unblock(rig.device.stream)
+    (view,) = snapshot.split(0)
+    assert rig.device.host_waits == 1
+    assert_same(view, numbers(1))
+    snapshot.wait()
+    assert rig.device.host_waits == 1  # landed once, never asked again
 
 
-def test_a_slab_is_reused_only_after_its_last_view_died(rig: Rig) -> None:
-    leaf = numbers(0)
-    plan = whole(leaf)
-    view = rig.pack(leaf, plan).split(0)[0][2:3]
-    for step in range(1, 30):
-        rig.pack(numbers(step), plan).wait()
-    assert torch.equal(view, numbers(0)[2:3])
-    before = rig.pool.in_use
-    del view
-    gc.collect()
-    assert rig.pool.in_use == before - 1
-
-
-def test_steady_state_allocates_nothing(rig: Rig) -> None:
-    leaf = numbers(0)
-    plan = whole(leaf)
-    for _ in range(10):
-        rig.pack(leaf, plan).column(0)
-    before = rig.pool.allocations, rig.engine.ring.allocations, rig.device.events_made
-    for _ in range(1000):
-        rig.pack(leaf, plan).column(0)
-    assert (rig.pool.allocations, rig.engine.ring.allocations, rig.device.events_made) == before
-
-
-def test_views_kept_for_long_are_copied_out_and_pinned_memory_stays_bounded() -> None:
-    rig = Rig(slabs_per_class=4)
-    leaf = numbers(0)
-    plan = rows(leaf, [0, 1, 2, 3, 4, 5], [1] * 6)
-    kept = []
-    for step in range(200):
-        leaf.copy_(numbers(step))
-        kept.append(rig.pack(leaf, plan).split(0)[3])
-    assert rig.pool.peak_bytes <= 4 * (1 << 16) + (1 << 16)
-    for step, view in enumerate(kept):
-        assert torch.equal(view, numbers(step)[3:4])
-    assert kept[-1].untyped_storage().nbytes() == WIDTH * 4  # only its own bytes
-
-
-def test_past_the_budget_the_bytes_come_in_pageable_memory(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig(budget_bytes=1 << 16)
-    leaves = [numbers(step) for step in range(5)]
+def test_one_plan_on_two_streams_orders_its_descriptors(rig: Rig) -> None:
+    leaves = [numbers(1), numbers(2)]
     plan = whole(leaves[0])
-    snapshots = [rig.pack(leaf, plan) for leaf in leaves]
-    for leaf, snapshot in zip(leaves, snapshots, strict=True):
-        assert torch.equal(snapshot.column(0), leaf)
-    assert rig.fallbacks.counts()["pinned memory"] >= 4
-    assert sum("pageable" in record.message for record in caplog.records) == 1
-    assert rig.pool.pinned_bytes <= 1 << 16
+    rig.device.block(1)
+    first = rig.pack(leaves[0], plan, stream=1)
+    second = rig.pack(leaves[1], plan, stream=2)
+    rig.device.run()
+    assert not second.done()  # its addresses would overwrite those that the first launch has yet to read
+    rig.device.unblock(1)
+    assert_same(first.column(0), leaves[0])
+    assert_same(second.column(0), leaves[1])
+    assert rig.device.host_waits == 2
+    assert len(rig.device.held) == 1  # the descriptors' memory, used on a stream that it was not allocated on
 
 
-def test_out_of_device_memory_copies_leaf_by_leaf(rig: Rig) -> None:
-    rig.device.refuse_memory = True
+def test_streams_in_turn_keep_their_steps_apart(rig: Rig) -> None:
+    leaves = [numbers(0), numbers(0)]
+    plan = whole(leaves[0])
+    snapshots = []
+    for step in range(30):
+        stream, leaf = 1 + step % 2, leaves[step % 2]
+        rig.device.block(1 + (step + 1) % 2) if step % 3 else rig.device.unblock(stream)
+        rig.device.enqueue(lambda leaf=leaf, step=step: leaf.copy_(numbers(step)), stream)
+        snapshots.append(rig.pack(leaf, plan, stream=stream))
+        rig.device.run()
+    rig.device.unblock(1)
+    rig.device.unblock(2)
+    for step, snapshot in enumerate(snapshots):
+        assert_same(snapshot.column(0), numbers(step))
+
+
+def test_direct_store_needs_no_copy_and_no_device_slab() -> None:
+    rig = Rig(configs=ConfigTable(direct_store_bytes=1 << 20))
+    leaf = numbers(0)
+    plan = whole(leaf)
+    snapshots = []
+    for step in range(6):
+        rig.device.enqueue(lambda step=step: leaf.copy_(numbers(step)))
+        snapshots.append(rig.pack(leaf, plan))
+    assert (rig.device.launches, rig.device.copies, rig.engine.ring.allocations) == (6, 0, 0)
+    for step, snapshot in enumerate(snapshots):
+        assert_same(snapshot.column(0), numbers(step))
+
+
+def test_leaves_that_can_not_be_moved_as_bytes_come_along(rig: Rig) -> None:
+    leaf, mask = numbers(1), torch.eye(4).to_sparse()
+    plan = make_plan([leaf, mask], [ColumnSpec.whole(0, leaf), ColumnSpec.whole(1, mask, copies=2)])
+    snapshot = rig.engine.run(plan, [leaf, mask])
+    mask._values().fill_(7)
+    first, second = snapshot.split(1)
+    assert_same(first, torch.eye(4).to_sparse())
+    assert_same(second, torch.eye(4).to_sparse())
+    assert first is not second
+    assert_same(snapshot.column(0), numbers(1))
+    assert rig.device.launches == 1
+
+
+def test_leaves_on_the_host_are_copied_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    leaf, on_host = numbers(1), torch.arange(7)
+    route = planner._route
+    monkeypatch.setattr(planner, "_route", lambda t, kind: Route.HOST if t is on_host else route(t, kind))
+    plan = make_plan([on_host, leaf], [ColumnSpec.whole(0, on_host, copies=2), ColumnSpec.whole(1, leaf)])
+    rig.device.block(rig.device.stream)
+    snapshot = rig.engine.run(plan, [on_host, leaf])
+    on_host.zero_()
+    rig.device.unblock(rig.device.stream)
+    assert snapshot.column(0).tolist() == [*range(7), *range(7)]
+    assert_same(snapshot.column(1), numbers(1))
+    assert rig.engine.copied_bytes == plan.device_bytes == leaf.nbytes
+
+
+def test_strided_leaves_are_made_contiguous_first_and_counted(rig: Rig) -> None:
+    leaf = numbers(1).t()
+    snapshot = rig.pack(leaf)
+    assert_same(snapshot.column(0), leaf)
+    assert rig.fallbacks.counts() == {"strided": 1}
+    assert (rig.device.launches, rig.device.copies) == (1, 1)
+
+
+def test_a_launch_that_fails_does_not_let_go_of_its_upload(rig: Rig) -> None:
+    """The descriptors are still on their way when their staging memory is asked for again."""
+    leaf, other = numbers(1), torch.arange(11)
+    plans = [whole(leaf), whole(other)]
+    rig.device.block(rig.device.stream)
+    rig.launcher.fail = RuntimeError("simulated")
+    with pytest.raises(RuntimeError, match="simulated"):
+        rig.pack(leaf, plans[0])
+    snapshots = [rig.pack(other, plans[1]), rig.pack(leaf, plans[0])]
+    rig.device.unblock(rig.device.stream)
+    assert_same(snapshots[0].column(0), other)
+    assert_same(snapshots[1].column(0), leaf)
+
+
+def test_waiting_from_several_threads_waits_once(rig: Rig) -> None:
     leaf = numbers(4)
     snapshot = rig.pack(leaf)
-    assert torch.equal(snapshot.column(0), leaf)
-    assert rig.fallbacks.counts() == {"device memory": 1}
+    found: list[torch.Tensor] = []
+    threads = [threading.Thread(target=lambda: found.append(snapshot.column(0))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert all(torch.equal(column, leaf) for column in found)
+    assert rig.device.host_waits == 1
 
 
-def test_an_error_in_the_gather_leaks_nothing(rig: Rig) -> None:
-    leaf = numbers(1)
-    plan = whole(leaf)
-    rig.pack(leaf, plan).wait()
-    for _ in range(20):
-        rig.launcher.fail = RuntimeError("simulated")
-        with pytest.raises(RuntimeError, match="simulated"):
-            rig.pack(leaf, plan)
-    gc.collect()
-    assert rig.pool.in_use == 0
-    assert torch.equal(rig.pack(leaf, plan).column(0), leaf)
+def test_many_plans_take_turns_in_little_device_memory(rig: Rig) -> None:
+    leaf = torch.arange(200)
+    plans = [rows(leaf, [start], [1 + start % 3]) for start in range(190)]
+    for _ in range(2):
+        snapshots = [(plan, rig.pack(leaf, plan)) for plan in plans[:4]]
+        for start, plan in enumerate(plans):
+            assert rig.pack(leaf, plan).column(0).tolist() == list(range(start, start + 1 + start % 3))
+        for start, (_, snapshot) in enumerate(snapshots):
+            assert snapshot.column(0)[0] == start
+    assert len(rig.engine.residents) <= 128

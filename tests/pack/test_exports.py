@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import os
 import pkgutil
 import subprocess
 import sys
@@ -94,7 +95,6 @@ def test_importing_needs_neither_the_engine_nor_triton() -> None:
         "print(sorted({name.split('.')[0] for name in sys.modules} & {'vllm', 'vllm_omni', 'omni_runner'}))\n"
         "print('spanpack._kernels' in sys.modules)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": str(KERNELS)}
-    )
+    environment = {**os.environ, "PYTHONPATH": str(KERNELS)}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert result.stdout.split("\n")[:2] == ["[]", "False"]

@@ -1,0 +1,236 @@
+"""Put results together and read them.
+
+python -m bench.engine.report OUT... --into bench/results/h200    # one file of several runs, e.g. of two engines
+python -m bench.engine.report OUT                                 # the tables
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+_LISTS = ("rows", "consumed", "verify", "backlog", "errors", "skipped")
+_COLUMNS = ("step", "sample_tokens", "snapshot", "output_object", "builder", "get_output")
+
+
+def merge(parts: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Results of single stages as one: `engine` for engine.json, `gap` for gap.json."""
+    gpus = sorted({part["gpu"] for part in parts if part["gpu"]})
+    engine: dict[str, Any] = {
+        "bench": "engine",
+        "gpu": gpus[0] if len(gpus) == 1 else gpus or None,
+        "date": datetime.date.today().isoformat(),
+        "versions": {part["engine"]: part["versions"] for part in parts},
+        **{name: [] for name in _LISTS},
+    }
+    gap: dict[str, Any] = {"bench": "engine_gap", "gpu": engine["gpu"], "stages": {}}
+    for part in parts:
+        origin = {"engine": part["engine"], "stage": part["stage"]}
+        engine["rows"] += part["rows"]
+        for name in ("consumed", "verify", "backlog", "errors"):
+            engine[name] += [{**origin, **entry} for entry in part[name]]
+        engine["skipped"] += [{**origin, "what": entry} for entry in part["skipped"]]
+        gap["stages"][f"{part['engine']} {part['stage']}"] = part["gap"]
+    return {"engine": engine, "gap": gap}
+
+
+def join(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """Results of several calls as one; of two with the same engine and stage the later one counts."""
+    found = [json.loads((folder / "engine.json").read_text()) for folder in folders]
+    gaps = [json.loads((folder / "gap.json").read_text()) for folder in folders]
+    whole: dict[str, Any] = {**found[-1], "versions": {}, **{name: [] for name in _LISTS}}
+    for number, result in enumerate(found):
+        whole["versions"] |= result["versions"]
+        later = {(row["engine"], row["stage"]) for other in found[number + 1 :] for row in other["rows"]}
+        for name in _LISTS:
+            whole[name] += [row for row in result[name] if (row["engine"], row["stage"]) not in later]
+    stages: dict[str, Any] = {}
+    for gap in gaps:
+        stages |= gap["stages"]
+    return {"engine": whole, "gap": {**gaps[-1], "stages": stages}}
+
+
+def summary(result: Row) -> str:
+    """Tables of a result as Markdown."""
+    lines = [f"{result['gpu']}: times in us, p50/p99; `+` with the sender thread, `++` and a consumer", ""]
+    for engine, stage in sorted({(row["engine"], row["stage"]) for row in result["rows"]}):
+        rows = [(row, " +" if row["sender"] else "") for row in result["rows"]]
+        rows += [(row, " ++") for row in result["consumed"]]
+        rows = [(row, mark) for row, mark in rows if (row["engine"], row["stage"]) == (engine, stage)]
+        lines += [f"### {engine} {stage}", ""]
+        lines += _table(
+            ("requests", "variant", "tokens/s", "chunks/s", *_COLUMNS, "pinned MiB", "equal"),
+            (_cells(row, mark) for row, mark in sorted(rows, key=lambda entry: (entry[0]["requests"], entry[1]))),
+        )
+    if result["backlog"]:
+        lines += ["### A consumer that lags without limit", ""]
+        lines += _table(
+            ("engine", "stage", "variant", "held", "step", "step without", "pinned MiB", "without", "equal"),
+            (_backlog_cells(entry) for entry in result["backlog"]),
+        )
+    lines += _not_packed(result["rows"])
+    unequal = [entry for entry in result["verify"] if entry["difference"]]
+    lines += [f"Hashed passes: {len(result['verify'])}, {len(unequal)} with a difference"]
+    lines += [f"* {_of(entry)} {entry['variant']} {entry['requests']}: {entry['difference']}" for entry in unequal]
+    lines += [f"* FAILED: {_of(entry)} {entry['at']}" for entry in result["errors"]]
+    lines += [f"* skipped, out of time: {_of(entry)} {entry['what']}" for entry in result["skipped"]]
+    return "\n".join([*lines, "", *targets(result)])
+
+
+def _not_packed(rows: Sequence[Row]) -> list[str]:
+    """Steps of ours that took another path than the packed columns: their figures are not ours."""
+    lines = []
+    for row in rows:
+        others = {name: count for name, count in row["path"].items() if count and name not in ("columns", "empty")}
+        if others:
+            lines.append(f"* NOT PACKED: {_of(row)} {row['requests']} requests: {others}")
+    return lines
+
+
+def _of(entry: Row) -> str:
+    return f"{entry['engine']} {entry['stage']}"
+
+
+def targets(result: Row) -> list[str]:
+    """The ratios that the project aims at, of each engine: what was found, and what was aimed at."""
+    lines = []
+    for engine in sorted({row["engine"] for row in result["rows"]}):
+        rows = [
+            (f"{stage}: {what}", f"{found:.2f}", aim)
+            for stage, aims in AIMS.items()
+            for what, measure, aim in aims
+            if (found := _try(measure, _Measured(result["rows"], engine, stage))) is not None
+        ]
+        if rows:
+            lines += [f"### {engine}, {AIMS_REQUESTS} requests", "", *_table(("what", "found", "aim"), rows)]
+    return lines
+
+
+class _Measured:
+    """Rows of one engine and stage; a KeyError where there is none."""
+
+    def __init__(self, rows: Sequence[Row], engine: str, stage: str) -> None:
+        self._rows = {
+            (row["variant"], row["sender"]): row
+            for row in rows
+            if (row["engine"], row["stage"], row["requests"]) == (engine, stage, AIMS_REQUESTS)
+        }
+
+    def rate(self, variant: str, sender: bool) -> float:
+        return float(self._rows[variant, sender]["tokens_per_s"])
+
+    def us(self, key: str, variant: str, sender: bool, quantile: str = "p50") -> float:
+        figures = self._rows[variant, sender][f"{key}_us"]
+        if figures is None:
+            raise KeyError(key)
+        return float(figures[quantile])
+
+    def less(self, key: str, sender: bool) -> float:
+        """How many times less ours takes than stock."""
+        return self.us(key, "stock", sender) / self.us(key, "ours", sender)
+
+    def handover(self, variant: str) -> float:
+        return self.us("snapshot", variant, False) + self.us("output_object", variant, False)
+
+
+_Aim = tuple[str, Callable[[_Measured], float], str]
+AIMS_REQUESTS = 64
+_HANDOVER: _Aim = ("snapshot + output object, stock / ours", lambda m: m.handover("stock") / m.handover("ours"), ">= 5")
+AIMS: dict[str, tuple[_Aim, ...]] = {
+    "thinker": (
+        (
+            "step with the sender / without, ours",
+            lambda m: m.us("step", "ours", True) / m.us("step", "ours", False),
+            "<= 1.05",
+        ),
+        (
+            "step p99 / p50 with the sender, ours",
+            lambda m: m.us("step", "ours", True, "p99") / m.us("step", "ours", True),
+            "<= 1.2",
+        ),
+        ("tokens/s with the sender, ours / stock", lambda m: m.rate("ours", True) / m.rate("stock", True), ">= 1.4"),
+        (
+            "tokens/s with the sender, ours / batched clones",
+            lambda m: m.rate("ours", True) / m.rate("stock_batched_clones", True),
+            ">= 1",
+        ),
+        ("sample_tokens, stock / ours", lambda m: m.less("sample_tokens", False), ">= 2"),
+        ("sample_tokens with the sender, stock / ours", lambda m: m.less("sample_tokens", True), ">= 3"),
+        _HANDOVER,
+        ("builder with the sender, stock / ours", lambda m: m.less("builder", True), ">= 8"),
+        ("get_output with the sender, ours, ms", lambda m: m.us("get_output", "ours", True) / 1e3, ">= 3"),
+    ),
+    "tts": (
+        ("tokens/s with the sender, ours / stock", lambda m: m.rate("ours", True) / m.rate("stock", True), ">= 1.1"),
+        ("tokens/s, ours / stock", lambda m: m.rate("ours", False) / m.rate("stock", False), ">= 1"),
+        _HANDOVER,
+    ),
+}
+
+
+def _try(measure: Callable[[_Measured], float], measured: _Measured) -> float | None:
+    try:
+        return measure(measured)
+    except KeyError:
+        return None  # not measured
+
+
+def _cells(row: Row, mark: str) -> Iterator[str]:
+    yield str(row["requests"])
+    yield row["variant"] + mark
+    yield f"{row['tokens_per_s']:.0f}"
+    yield "-" if row["chunks_per_s"] is None else f"{row['chunks_per_s']:.0f}"
+    for key in _COLUMNS:
+        figures = row[f"{key}_us"]
+        yield "-" if figures is None else f"{figures['p50']:.0f}/{figures['p99']:.0f}"
+    yield _mib(row["pinned_bytes"])
+    yield {True: "yes", False: "NO", None: "?"}[row["payloads_equal"]]
+
+
+def _backlog_cells(entry: Row) -> Iterator[str]:
+    yield from (entry["engine"], entry["stage"], entry["variant"], str(entry["held_payloads"]))
+    for key in ("step_us", "step_us_without"):
+        yield f"{entry[key]['p50']:.0f}/{entry[key]['p99']:.0f}"
+    yield _mib(entry["pinned_bytes"])
+    yield _mib(entry["pinned_bytes_without"])
+    yield "yes" if entry["payloads_equal"] else "NO"
+
+
+def _mib(nbytes: int | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / 2**20:.1f}"
+
+
+def _table(head: Sequence[str], rows: Iterator[Any] | Sequence[Any]) -> list[str]:
+    lines = [" | ".join(head), " | ".join("---" for _ in head), *(" | ".join(row) for row in rows)]
+    return [*(f"| {line} |" for line in lines), ""]
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="+", type=Path, help="folders that bench.engine.run wrote")
+    parser.add_argument("--into", type=Path, help="folder for engine.json and gap.json")
+    args = parser.parse_args()
+    found = join(args.results)
+    if args.into:
+        args.into.mkdir(parents=True, exist_ok=True)
+        (args.into / "engine.json").write_text(json.dumps({**found["engine"], "commit": _commit()}, indent=1) + "\n")
+        (args.into / "gap.json").write_text(json.dumps(found["gap"]) + "\n")
+    print(summary(found["engine"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Measure the real engine on this GPU: stock, stock with batched clones, ours; with and without a sender.
+
+python -m bench.engine.run --out OUT [--engine FOLDER]
+
+Each stage runs in a process of its own. They start side by side, which takes minutes, and measure one after the other.
+OUT gets engine.json (rewritten as results come in), gap.json, profiles.tar, traces.tar and logs/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.engine.environment import REPOSITORY, engine_environment
+from bench.engine.model_folders import write_models
+from bench.engine.report import merge, summary
+from bench.engine.stages import EXTRAS, STAGES, VARIANTS
+
+SECONDS_APART = 4.0  # between two starts: an engine measures the GPU's free memory while it starts
+GRACE_S = 15.0
+# Share of the remaining time, where all stages are still to come: thinker has the most to measure.
+SHARES = {"thinker": 0.48, "tts": 0.25, "talker": 0.27}
+# The backlog is the Thinker's alone: its payloads are the large ones.
+STAGE_EXTRAS = {"thinker": EXTRAS, "tts": ("profile", "consumer", "traces"), "talker": ("profile", "traces")}
+
+
+def say(*parts: object) -> None:
+    print(f"[run {time.monotonic() - _STARTED:6.1f} s]", *parts, flush=True)
+
+
+@dataclass
+class Child:
+    """A stage's process."""
+
+    stage: str
+    process: subprocess.Popen[str]
+    result: Path
+
+    @property
+    def ready(self) -> bool:
+        return self.result.with_suffix(".ready").exists()
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def go(self, seconds: float) -> None:
+        """Let it measure for so many seconds; with 0 it gives up."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(f"{seconds:.1f}\n" if seconds > 0 else "")
+            self.process.stdin.close()
+        except BrokenPipeError:
+            pass  # it has ended by itself
+
+    def end(self) -> None:
+        if self.alive:
+            self.process.kill()
+        self.process.wait()
+
+
+class Session:
+    """All stages of one call."""
+
+    def __init__(self, args: argparse.Namespace, scratch: Path) -> None:
+        self.args = args
+        self.scratch = scratch
+        self.deadline = _STARTED + args.seconds
+        self.children: list[Child] = []
+        self.measured: list[str] = []
+        (args.out / "logs").mkdir(parents=True, exist_ok=True)
+
+    def start(self) -> None:
+        environment = engine_environment(self.args.engine, self.scratch.parent)
+        models = write_models(self.scratch.parent / "models")
+        for number, stage in enumerate(self.args.stages):
+            if number:
+                time.sleep(SECONDS_APART)
+            result = self.scratch / f"{stage}.json"
+            command = [
+                sys.executable, "-m", "bench.engine.stage_process", "--stage", stage,
+                "--model", str(models[STAGES[stage].model]), "--out", str(result), "--scratch", str(self.scratch),
+                "--requests", *map(str, self.args.requests), "--variants", *self.args.variants,
+                "--rounds", str(self.args.rounds),
+                "--extras", *(extra for extra in STAGE_EXTRAS[stage] if extra in self.args.extras),
+            ]  # fmt: skip
+            with (self.args.out / "logs" / f"{stage}.log").open("w") as log:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, cwd=REPOSITORY, env=environment
+                )
+            self.children.append(Child(stage, process, result))
+            say(f"{stage}: process {process.pid}")
+
+    def wait_until_ready(self) -> None:
+        """Wait for all engines, but not for those that failed, nor longer than leaves time to measure."""
+        latest = time.monotonic() + 0.55 * (self.deadline - time.monotonic())
+        while time.monotonic() < latest:
+            if all(child.ready or not child.alive for child in self.children):
+                break
+            time.sleep(0.3)
+        for child in self.children:
+            say(f"{child.stage}:", "ready" if child.ready else "still starting" if child.alive else "FAILED to start")
+
+    def measure(self) -> None:
+        """One stage after the other; the time that one leaves is the next one's."""
+        waiting = sorted(self.children, key=lambda child: (not child.ready, list(SHARES).index(child.stage)))
+        while waiting:
+            child = waiting.pop(0)
+            left = self.deadline - time.monotonic() - GRACE_S
+            seconds = left * SHARES[child.stage] / sum(SHARES[other.stage] for other in [child, *waiting])
+            child.go(seconds)
+            if seconds > 0:
+                say(f"{child.stage}: measures for up to {seconds:.0f} s")
+                self._watch(child, time.monotonic() + seconds + GRACE_S / 2)
+            child.end()
+            self.write()
+            say(f"{child.stage}: exit status {child.process.returncode}")
+
+    def write(self) -> dict[str, Any]:
+        """Write what the stages have measured so far."""
+        parts = [json.loads(child.result.read_text()) for child in self.children if child.result.exists()]
+        found = merge(parts)
+        (self.args.out / "engine.json").write_text(json.dumps(found["engine"], indent=1))
+        (self.args.out / "gap.json").write_text(json.dumps(found["gap"]))
+        return found["engine"]
+
+    def pack(self) -> None:
+        """Raw profiles and traces, one file each."""
+        for name, files in (
+            ("profiles", sorted(self.scratch.glob("profile-*.json.gz"))),
+            ("traces", sorted(self.scratch.glob("traces/*"))),
+        ):
+            if files:
+                with tarfile.open(self.args.out / f"{name}.tar", "w") as tar:
+                    for file in files:
+                        tar.add(file, arcname=file.name)
+
+    def close(self) -> None:
+        for child in self.children:
+            child.end()
+
+    def _watch(self, child: Child, latest: float) -> None:
+        """Wait for the process, and write its results as they come in."""
+        written = 0.0
+        while child.alive and time.monotonic() < latest:
+            time.sleep(0.5)
+            changed = child.result.stat().st_mtime if child.result.exists() else 0.0
+            if changed > written:
+                written = changed
+                self.write()
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", type=Path, help="folder that carries the engine; default: it is installed")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--scratch", type=Path, help="folder to unpack and work in; default: a temporary one")
+    parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES))
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64], help="at once; 64 at most")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--rounds", type=int, default=3, help="measured passes per cell, as far as time allows")
+    parser.add_argument("--seconds", type=float, default=540.0, help="for everything, start included")
+    parser.add_argument(
+        "--extras", nargs="*", default=list(EXTRAS), choices=EXTRAS, help="beside the table; default: all"
+    )
+    args = parser.parse_args()
+    if not all(1 <= requests <= 64 for requests in args.requests):
+        parser.error(f"--requests must lie between 1 and 64, given: {args.requests}")
+    if "stock" not in args.variants:
+        parser.error("--variants needs stock: the others are compared with it")
+    args.out = args.out.resolve()
+    args.engine = args.engine and args.engine.resolve()
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    base = args.scratch or Path(tempfile.gettempdir()) / "omni-runner-bench"
+    base.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=base, prefix="session-") as folder:
+        session = Session(args, Path(folder).resolve())
+        try:
+            session.start()
+            session.wait_until_ready()
+            session.measure()
+        finally:
+            session.close()
+            found = session.write()
+            session.pack()
+    print(summary(found))
+    return 1 if found["errors"] or not found["rows"] else 0
+
+
+_STARTED = time.monotonic()
+
+if __name__ == "__main__":
+    raise SystemExit(main())

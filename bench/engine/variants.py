@@ -1,0 +1,116 @@
+"""What is compared: the stock runner, stock with a patch of a few lines, and ours. All in one live engine."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.engine.stages import VARIANTS
+
+OURS = "omni_runner.PackedGPUARModelRunner"
+# Where the engine's builder takes `to_payload_element` from: 0.30, and before.
+_BUILDER_MODULES = ("vllm_omni.worker.output.payload_build", "vllm_omni.worker.gpu_ar_model_runner")
+_BUILDER = "_build_omni_model_runner_output_from_snapshot"
+
+
+class Variants:
+    """Applies a variant to the live runner: by its class, replaced in place, and by the patch."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._stock_cls = type(runner)
+        self._patch = BatchedClones(self._stock_cls)
+
+    def apply(self, variant: str) -> None:
+        if variant not in VARIANTS:
+            raise ValueError(f"variant {variant!r}: expected one of {', '.join(VARIANTS)}")
+        self._patch.install(variant == "stock_batched_clones")
+        cls = resolve(OURS) if variant == "ours" else self._stock_cls
+        if type(self._runner) is cls:
+            return
+        self._runner.__class__ = cls
+        on_swap = getattr(cls, "on_swap", None)
+        if on_swap is not None:
+            on_swap(self._runner)
+
+
+class BatchedClones:
+    """The stock builder with one clone per payload key and step instead of one per request.
+
+    Stock clones the elements of lists (a Thinker's embeddings, say) for each request on its own. Here the first request
+    that asks for one makes the copies of all requests with one call, and hands out their rows: a patch of a few lines
+    that removes most of the builder's torch calls, and so what ours has to be compared with.
+    """
+
+    def __init__(self, runner_cls: type) -> None:
+        self._runner_cls = runner_cls
+        self._build = getattr(runner_cls, _BUILDER)
+        modules = [module for name in _BUILDER_MODULES if (module := _module(name)) is not None]
+        self._modules = [module for module in modules if hasattr(module, "to_payload_element")]
+        if not self._modules:
+            raise RuntimeError("to_payload_element is in none of " + ", ".join(_BUILDER_MODULES))
+        self._stock_element = self._modules[0].to_payload_element
+        self._step = threading.local()  # of the thread that builds: its number of requests and its copies
+
+    def install(self, on: bool) -> None:
+        """Put the patch in or take it out."""
+        setattr(self._runner_cls, _BUILDER, self._patched_builder() if on else self._build)
+        element = self._patched_element() if on else self._stock_element
+        for module in self._modules:
+            module.to_payload_element = element
+
+    def _patched_builder(self) -> Callable[..., Any]:
+        build, step = self._build, self._step
+
+        def patched(runner: Any, **given: Any) -> Any:
+            step.requests, step.rows = len(given["req_ids_output_copy"]), {}
+            return build(runner, **given)
+
+        return patched
+
+    def _patched_element(self) -> Callable[..., Any]:
+        stock, step = self._stock_element, self._step
+
+        def patched(
+            element: Any, idx: int, start: int, end: int, pass_lists_through: bool = False, **lengths: Any
+        ) -> Any:
+            if type(element) is list and not pass_lists_through:
+                held, rows = step.rows.get(id(element), (None, None))
+                if held is None:
+                    rows = _copies(element, step.requests)
+                    step.rows[id(element)] = element, rows  # holding it keeps its id its own
+                if rows is not None:
+                    return rows[idx]
+            return stock(element, idx, start, end, pass_lists_through, **lengths)
+
+        return patched
+
+
+def _copies(element: list[Any], requests: int) -> tuple[Tensor, ...] | None:
+    """One copy per request of the step, made with one call; None where the elements don't make one tensor."""
+    if not element or not all(isinstance(item, Tensor) for item in element):
+        return None
+    first = element[0]
+    if len(element) == 1:
+        return first.unsqueeze(0).repeat(requests, *[1] * first.dim()).unbind(0)
+    if len(element) < requests or any(item.shape != first.shape or item.dtype != first.dtype for item in element):
+        return None
+    return torch.stack(element[:requests]).unbind(0)
+
+
+def resolve(path: str) -> Any:
+    """The object at a dotted path."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return None

@@ -1,0 +1,189 @@
+"""Memory of the hot path on the simulated device: reused when it may be, bounded, and done without where refused."""
+
+from __future__ import annotations
+
+import gc
+from random import Random
+
+import pytest
+import torch
+
+from spanpack import pool
+from tests.support.compare import assert_same
+from tests.support.fake_device import SIDE
+from tests.support.rig import WIDTH, Rig, numbers, rows, whole
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_a_dropped_snapshot_keeps_its_slab_until_the_copy_is_over(rig: Rig) -> None:
+    first, second, third = numbers(1), numbers(2), numbers(3)
+    rig.device.block(SIDE)
+    plan = whole(first)
+    rig.pack(first, plan)  # dropped at once
+    kept = rig.pack(second, plan)
+    late = rig.pack(third, plan)
+    rig.device.unblock(SIDE)
+    assert torch.equal(kept.column(0), second)
+    assert torch.equal(late.column(0), third)
+
+
+def test_a_slab_is_reused_only_after_its_last_view_died(rig: Rig) -> None:
+    leaf = numbers(0)
+    plan = whole(leaf)
+    view = rig.pack(leaf, plan).split(0)[0][2:3]
+    for step in range(1, 30):
+        rig.pack(numbers(step), plan).wait()
+    assert torch.equal(view, numbers(0)[2:3])
+    before = rig.pool.in_use
+    del view
+    gc.collect()
+    assert rig.pool.in_use == before - 1
+
+
+def test_steady_state_allocates_nothing(rig: Rig) -> None:
+    leaf = numbers(0)
+    plan = whole(leaf)
+    for _ in range(10):
+        rig.pack(leaf, plan).column(0)
+    before = rig.pool.allocations, rig.engine.ring.allocations, rig.device.events_made
+    for _ in range(1000):
+        rig.pack(leaf, plan).column(0)
+    assert (rig.pool.allocations, rig.engine.ring.allocations, rig.device.events_made) == before
+
+
+def test_views_kept_for_long_are_copied_out_and_pinned_memory_stays_bounded() -> None:
+    rig = Rig(slabs_per_class=4)
+    leaf = numbers(0)
+    plan = rows(leaf, [0, 1, 2, 3, 4, 5], [1] * 6)
+    kept = []
+    for step in range(200):
+        leaf.copy_(numbers(step))
+        kept.append(rig.pack(leaf, plan).split(0)[3])
+    assert rig.pool.peak_bytes <= 4 * (1 << 16) + (1 << 16)
+    for step, view in enumerate(kept):
+        assert torch.equal(view, numbers(step)[3:4])
+    assert kept[-1].untyped_storage().nbytes() == WIDTH * 4  # only its own bytes
+
+
+def test_past_the_budget_the_bytes_come_in_pageable_memory(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(budget_bytes=1 << 16)
+    leaves = [numbers(step) for step in range(5)]
+    plan = whole(leaves[0])
+    snapshots = [rig.pack(leaf, plan) for leaf in leaves]
+    for leaf, snapshot in zip(leaves, snapshots, strict=True):
+        assert torch.equal(snapshot.column(0), leaf)
+    assert rig.fallbacks.counts()["pinned memory"] >= 4
+    assert sum("pageable" in record.message for record in caplog.records) == 1
+    assert rig.pool.pinned_bytes <= 1 << 16
+
+
+def test_out_of_device_memory_copies_leaf_by_leaf(rig: Rig) -> None:
+    rig.device.refuse_memory = True
+    leaf = numbers(4)
+    snapshot = rig.pack(leaf)
+    assert torch.equal(snapshot.column(0), leaf)
+    assert rig.fallbacks.counts() == {"device memory": 1}
+
+
+def test_an_error_in_the_gather_leaks_nothing(rig: Rig) -> None:
+    leaf = numbers(1)
+    plan = whole(leaf)
+    rig.pack(leaf, plan).wait()
+    for _ in range(20):
+        rig.launcher.fail = RuntimeError("simulated")
+        with pytest.raises(RuntimeError, match="simulated"):
+            rig.pack(leaf, plan)
+    gc.collect()
+    assert rig.pool.in_use == 0
+    assert torch.equal(rig.pack(leaf, plan).column(0), leaf)
+
+
+@pytest.mark.parametrize("device_refuses", [False, True], ids=["device memory", "no device memory either"])
+def test_refused_pinned_memory_means_pageable_memory_and_one_warning(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device_refuses: bool
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: out of memory\nmore lines")
+
+    monkeypatch.setattr(pool, "HostSlab", refuse)
+    rig.device.refuse_memory = device_refuses
+    leaf = numbers(0)
+    plan = whole(leaf)
+    for step in range(5):
+        leaf.copy_(numbers(step))
+        assert_same(rig.pack(leaf, plan).column(0), numbers(step))
+    assert rig.fallbacks.counts()["pinned memory"] == 5
+    warnings = [record.message for record in caplog.records if "pinned memory refused" in record.message]
+    assert warnings == [
+        "spanpack: pinned memory refused by the system (CUDA error: out of memory); "
+        "using pageable memory, filled when the snapshot is waited for"
+    ]
+
+
+def test_a_pageable_snapshot_can_be_dropped_before_its_kernel_ran(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig.pool, "acquire", lambda nbytes: None)
+    rig.device.block(1)
+    rig.pack(numbers(1))
+    assert [buffer.numel() for buffer in rig.device.held] == [1 << 16]  # the device slab, until its stream is done
+    rig.device.unblock(1)
+    rig.device.run()
+
+
+def test_a_slow_path_snapshot_is_done_without_being_waited_for(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig.pool, "acquire", lambda nbytes: None)
+    snapshot = rig.pack(numbers(1))
+    assert not snapshot.done()
+    rig.device.run()
+    assert snapshot.done()
+
+
+def test_slabs_exhausted_by_kept_snapshots_fall_back_and_recover() -> None:
+    rig = Rig(slabs_per_class=2)
+    leaf = numbers(0)
+    plan = whole(leaf)
+    kept = []
+    for step in range(6):
+        rig.device.enqueue(lambda step=step: leaf.copy_(numbers(step)))
+        kept.append(rig.pack(leaf, plan))
+    for step, snapshot in enumerate(kept):
+        assert_same(snapshot.column(0), numbers(step))
+    assert rig.fallbacks.counts() == {"pinned memory": 4}
+    del snapshot
+    kept.clear()
+    rig.pack(leaf, plan).wait()
+    assert rig.fallbacks.counts() == {"pinned memory": 4}
+
+
+def test_1_000_packs_of_random_sizes_stay_within_the_budget() -> None:
+    rig = Rig(budget_bytes=1 << 21)
+    source = Random(5)
+    base = torch.arange(1 << 17, dtype=torch.int32)
+    flying = []
+    for _ in range(1000):
+        leaf = base[: source.randrange(1, len(base))]
+        flying.append((len(leaf), rig.pack(leaf)))
+        if len(flying) > source.randrange(4):
+            length, snapshot = flying.pop(0)
+            assert_same(snapshot.column(0), base[:length])
+    assert rig.pool.peak_bytes <= 1 << 21
+    assert rig.engine.ring.nbytes <= 4 << 19
+
+
+def test_closing_waits_for_copies_and_views_outlive_it(rig: Rig) -> None:
+    leaf = numbers(3)
+    plan = whole(leaf)
+    view = rig.pack(leaf, plan).split(0)[0]
+    flying = rig.pack(leaf, plan)
+    rig.engine.close()
+    rig.pool.close()
+    assert flying.done()
+    assert rig.pool.in_use == 2
+    assert_same(view, numbers(3))
+    assert_same(flying.column(0), numbers(3))
+    del view, flying
+    gc.collect()
+    assert (rig.pool.in_use, rig.pool.pinned_bytes, len(rig.engine.residents)) == (0, 0, 0)

@@ -1,0 +1,46 @@
+"""The engine of the hot path, set up on the simulated device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from spanpack import ColumnSpec, Plan, Snapshot, make_plan
+from spanpack.config import ConfigTable
+from spanpack.cuda import CudaEngine
+from spanpack.pool import HostPool
+from spanpack.stats import Fallbacks
+from tests.support.fake_device import FakeDevice, FakeLauncher
+
+ROWS, WIDTH = 6, 40
+
+
+class Rig:
+    """An engine, and the parts of it that tests look at."""
+
+    def __init__(
+        self, budget_bytes: int = 1 << 30, slabs_per_class: int = 8, configs: ConfigTable | None = None
+    ) -> None:
+        self.device = FakeDevice()
+        self.launcher = FakeLauncher(self.device)
+        self.pool = HostPool(budget_bytes, slabs_per_class, pin=False)
+        self.fallbacks = Fallbacks()
+        self.engine = CudaEngine(self.device, self.pool, self.fallbacks, self.launcher, configs)  # type: ignore[arg-type]
+
+    def pack(self, leaf: torch.Tensor, plan: Plan | None = None, stream: int = 1) -> Snapshot:
+        """Pack one leaf on a stream; the host does not wait."""
+        self.device.stream = stream
+        return self.engine.run(plan or whole(leaf), [leaf])
+
+
+def whole(leaf: torch.Tensor) -> Plan:
+    return make_plan([leaf], [ColumnSpec.whole(0, leaf)])
+
+
+def rows(leaf: torch.Tensor, starts: list[int], counts: list[int]) -> Plan:
+    return make_plan([leaf], [ColumnSpec(0, np.array(starts), np.array(counts))])
+
+
+def numbers(seed: int) -> torch.Tensor:
+    """``[ROWS, WIDTH] int32``, different for every seed."""
+    return torch.arange(ROWS * WIDTH, dtype=torch.int32).reshape(ROWS, WIDTH) + 1000 * seed
