@@ -112,6 +112,20 @@ def _host_bytes(address: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
+class NativeEvent(torch.cuda.Event):
+    """Waits in the runtime library rather than in torch.
+
+    A thread that is still waiting when the interpreter ends is ended as it comes back for the GIL. Torch's C++ frames
+    turn that into an abort of the process; these C frames let it pass.
+    """
+
+    synchronize_handle: Callable[[int], int]
+
+    def synchronize(self) -> None:
+        """Sleep, or spin if the event is not a blocking one, until what was recorded is over."""
+        _check(self.synchronize_handle(self.cuda_event))
+
+
 class NativeRuntime(TorchRuntime):
     """The same, calling the runtime library that torch has loaded."""
 
@@ -125,9 +139,17 @@ class NativeRuntime(TorchRuntime):
         super().__init__(device, copy_stream)
         self._copy_handle = self.copy_stream.cuda_stream
         pointer = ctypes.c_void_p
+        waits = ctypes.CDLL(library._name)  # gives the GIL up: this call blocks
+        self._synchronize = _bind(waits, f"{prefix}EventSynchronize", pointer)
         self._record = _bind(library, f"{prefix}EventRecord", pointer, pointer)
         self._wait = _bind(library, f"{prefix}StreamWaitEvent", pointer, pointer, ctypes.c_uint)
         self._copy = _bind(library, f"{prefix}MemcpyAsync", pointer, pointer, ctypes.c_size_t, ctypes.c_int, pointer)
+
+    def make_event(self, *, blocking: bool) -> torch.cuda.Event:
+        event = NativeEvent(blocking=blocking)  # type: ignore[no-untyped-call]
+        event.record(self.copy_stream)
+        event.synchronize_handle = self._synchronize
+        return event
 
     def bring_home(self, flight: Flight, destination: int, source: int, nbytes: int, stream: int) -> None:
         side, packed = self._copy_handle, flight.packed_handle
@@ -148,7 +170,7 @@ class NativeRuntime(TorchRuntime):
         _check(self._wait(stream, event.cuda_event, 0))
 
 
-def _bind(library: ctypes.PyDLL, name: str, *types: Any) -> Any:
+def _bind(library: ctypes.CDLL, name: str, *types: Any) -> Any:
     function = library[name]
     function.restype = ctypes.c_int
     function.argtypes = types

@@ -64,7 +64,7 @@ class ColumnSpec:
     def stack(leaves: Sequence[int], tensors: Sequence[Tensor]) -> ColumnSpec:
         """Several leaves of the same dtype and ``shape[1:]``, each whole."""
         scalar = tensors[0].dim() == 0
-        rows = np.array([1 if scalar else tensor.shape[0] for tensor in tensors], dtype=np.int64)
+        rows = np.array([tensor.shape[0] if tensor.dim() else 1 for tensor in tensors], dtype=np.int64)
         return ColumnSpec(np.asarray(leaves, dtype=np.int64), np.zeros(len(leaves), dtype=np.int64), rows, scalar)
 
 

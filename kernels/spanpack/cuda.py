@@ -137,7 +137,6 @@ class CudaEngine:
         flight = host.flight = self._begin_flight(host)
         if not self._launch(plan, leaves, host.address, stream, flight):
             gather_torch(plan, leaves, torch.from_numpy(lease))
-        self.runtime.record(flight.packed, stream)
         self.runtime.record(flight.landed, stream)
         return self._snapshot(plan, leaves, lease, flight, host)
 
@@ -204,7 +203,7 @@ class CudaEngine:
     def _change_stream(self, resident: _Resident, stream: int) -> None:
         """Let a resident be read and written on another stream than before."""
         if resident.flight is not None:
-            self.runtime.stream_wait(stream, resident.flight.packed)
+            self.runtime.stream_wait(stream, resident.flight.landed)
             self.runtime.hold(resident.buffer)
         resident.stream = stream
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -37,6 +38,7 @@ from .stats import Fallbacks, Stats
 from .tree import Node, flatten, nodes
 
 Backend = Literal["auto", "triton", "torch"]
+Transport = Literal["auto", "copy"]
 
 
 class Packer:
@@ -61,6 +63,10 @@ class Packer:
     tuned
         Launch configurations from ``python -m spanpack.tune``; by default the file that ``SPANPACK_TUNED`` names, then
         the one shipped for this GPU, then a heuristic.
+    transport
+        How packed bytes get to the host. ``"copy"``: the kernel packs into a device slab, which one copy on the side
+        stream brings over. ``"auto"``: the same, but packs that are tuned to be small enough are stored by the kernel
+        straight into the pinned slab, without a device slab and without a copy.
 
     Raises
     ------
@@ -87,6 +93,7 @@ class Packer:
         slabs_per_class: int = 8,
         copy_stream: torch.cuda.Stream | None = None,
         tuned: str | os.PathLike[str] | None = None,
+        transport: Transport = "auto",
     ) -> None:
         self.device = _resolve_device(device)
         self._fallbacks = Fallbacks()
@@ -101,6 +108,8 @@ class Packer:
             runtime = load_runtime(self.device, copy_stream)
             launcher = Launcher(self.device) if self._use_triton else None
             configs = load_configs(torch.cuda.get_device_name(self.device), tuned)
+            if transport == "copy":
+                configs = replace(configs, direct_store_bytes=0)
             self._engine = CudaEngine(runtime, self._pool, self._fallbacks, launcher, configs)
 
     @property

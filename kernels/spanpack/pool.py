@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ ByteArray = npt.NDArray[np.uint8]
 SMALLEST_SLAB_BYTES = 1 << 16
 
 
+@lru_cache(maxsize=1024)
 def slab_class(nbytes: int) -> int:
     """Capacity of the slab that serves a request: a power of two, as torch's pinned allocator rounds to one anyway."""
     return max(SMALLEST_SLAB_BYTES, 1 << (max(nbytes, 1) - 1).bit_length())
@@ -108,8 +110,9 @@ class HostPool:
     def acquire(self, nbytes: int) -> HostSlab | None:
         """An idle slab of at least `nbytes`, or None where the budget or the system refuses one."""
         size = slab_class(nbytes)
-        self._collect(size)
         free = self._free[size]
+        if self._returned[size]:
+            self._collect(size)
         for _ in range(len(free)):
             slab = free.popleft()
             if slab.is_idle():
