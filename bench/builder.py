@@ -24,7 +24,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":  # from a checkout, without installing
     sys.path[0:1] = [str(REPOSITORY), str(REPOSITORY / "kernels")]
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when the engine is imported
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -83,7 +83,7 @@ def _measure(workload: Workload, requests: int, beside: str, calls: int) -> list
     blocks = max(calls * TARGET_REQUESTS // max(requests, TARGET_REQUESTS) // BLOCK, 3)
     sender = nullcontext() if beside == "alone" else _sender(outputs[STOCK].inter_stage_outputs)
     gc.collect()
-    gc.freeze()  # as the engine does; what is allocated from here on is still collected
+    gc.freeze()  # as vLLM does after start-up; what is allocated from here on is still collected
     with sender:
         for _ in range(1 + blocks):
             for name, runner in runners.items():

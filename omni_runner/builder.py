@@ -1,7 +1,8 @@
 """The per-request payload dicts of one step, from packed columns.
 
-Everything here works on whole columns: a key is routed once, its tensors come from one split, and the dicts of all
-requests are zipped together at the end. The number of torch calls does not depend on the number of requests.
+Everything here works on whole columns: a key is routed once, one split makes the tensors of all requests and of all
+keys that share a column, and the dicts are filled key by key. The number of torch calls does not depend on the number
+of requests.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class ChannelBuilder:
         rules = self._rules
         if packed.lowering is None or (rules.is_text and not rules.client_keys):
             return None, None
+        columns = _split_columns(packed)
         inter: list[_Column] = []
         client: list[_Column] = []
         for recipe in packed.lowering.recipes:
@@ -87,7 +89,7 @@ class ChannelBuilder:
             plain = _plain_values(recipe, packed)
             if plain is None:
                 continue
-            tensors = _tensors(recipe, packed)
+            tensors = _tensors(recipe, columns, len(packed.step.consumers))
             if to_inter:
                 inter.append(self._column(recipe.key, tensors, plain))
             if to_client:
@@ -151,17 +153,23 @@ class _Column(NamedTuple):
     complete: bool
 
 
-def _tensors(recipe: KeyRecipe, packed: PackedStep) -> Sequence[Tensor | None]:
-    """The packed tensors of one key, one per consumer; None where the consumer has a plain value. Empty without any."""
+def _split_columns(packed: PackedStep) -> list[tuple[Tensor, ...]]:
+    """The pieces of every packed column."""
     snapshot = packed.snapshot
-    if not recipe.pieces or snapshot is None:
+    return [] if snapshot is None else [snapshot.split(i) for i in range(len(snapshot.plan.columns))]
+
+
+def _tensors(recipe: KeyRecipe, columns: list[tuple[Tensor, ...]], num_consumers: int) -> Sequence[Tensor | None]:
+    """The packed tensors of one key, one per consumer; None where the consumer has a plain value. Empty without any."""
+    if not recipe.pieces:
         return ()
-    first = recipe.pieces[0]
-    if first.owners is None:
-        return snapshot.split(first.column)
-    items: list[Tensor | None] = [None] * len(packed.step.consumers)
+    pieces = recipe.pieces[0]
+    if pieces.owners is None:
+        return columns[pieces.column][pieces.first : pieces.end]
+    items: list[Tensor | None] = [None] * num_consumers
     for pieces in recipe.pieces:
-        for owner, tensor in zip(pieces.owners or (), snapshot.split(pieces.column), strict=True):
+        found = columns[pieces.column][pieces.first : pieces.end]
+        for owner, tensor in zip(pieces.owners or (), found, strict=True):
             items[owner] = tensor
     return items
 

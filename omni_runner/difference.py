@@ -17,10 +17,15 @@ def difference(expected: Tensor | None, found: Tensor | None) -> str:
         return f"{_kind(expected)} against {_kind(found)}"
     if not expected.numel():
         return ""
-    left, right = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (expected, found))
+    left, right = (_bytes(expected), _bytes(found))
     unequal = left != right
     count = int(unequal.sum())
     return f"{count} of {left.numel()} bytes differ, the first at {int(unequal.nonzero()[0])}" if count else ""
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    # Not .contiguous(): it leaves one element as it is, whose stride may be anything, which view() refuses.
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def _kind(tensor: Tensor | None) -> str:

@@ -7,6 +7,7 @@ the rules below leave out raise `NotCovered`; the engine's own builder then deci
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from omni_runner.compat import Upstream
 
 HIDDEN_KEY = "hidden"  # under which the engine puts a stage's own hidden rows
+
+# Keys share a column up to this size. Beyond it one more torch call hardly counts, while whoever pickles a tensor
+# together with its storage, which is torch's default, drags the whole column along.
+SHARED_COLUMN_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +49,21 @@ Template: TypeAlias = Any  # LeafRef, ValueRef, or a dict, list or tuple of temp
 
 @dataclass(frozen=True, slots=True)
 class PackedPieces:
-    """Tensors of one key that stand in one packed column.
+    """Tensors of one key among the pieces of a packed column.
 
     Attributes
     ----------
     column
-        Index of the column in the plan.
+        Index of the column in the plan; keys whose tensors are alike share one.
+    first, end
+        Which of its pieces.
     owners
         Which consumer, counted among the step's consumers, gets which piece; None if each gets its own, in order.
     """
 
     column: int
+    first: int
+    end: int
     owners: tuple[int, ...] | None
 
 
@@ -148,13 +157,14 @@ class _Lowerer:
         self.step = step
         self.leaves = leaves
         self.hidden = hidden
-        self.columns: list[spanpack.ColumnSpec] = []
+        self.columns = _Columns(leaves)
         self.consumers = np.array(step.consumers, dtype=np.int64)  # [num_consumers]
         self.spans: dict[int, tuple[Any, Any]] = {}
 
     def lower(self, template: Template) -> Lowering:
         recipes = list(self._recipes(template))
-        plan = spanpack.make_plan(self.leaves, self.columns) if self.columns else None
+        columns = self.columns.specs()
+        plan = spanpack.make_plan(self.leaves, columns) if columns else None
         return Lowering(tuple(recipes), plan)
 
     def _recipes(self, template: Template) -> Iterator[KeyRecipe]:
@@ -194,22 +204,24 @@ class _Lowerer:
             first, count = self.step.starts[self.consumers], self.step.rows[self.consumers]
             starts = np.minimum(first, row_limit)
             spans = self.spans[row_limit] = starts, np.minimum(first + count, row_limit) - starts
-        return self._add(spanpack.ColumnSpec(leaf, *spans), None)
+        return self.columns.add(spanpack.ColumnSpec(leaf, *spans))
 
     def _copies(self, leaf: int) -> PackedPieces:
         """The whole leaf once per consumer, because a consumer may change its payload in place."""
-        return self._add(spanpack.ColumnSpec.whole(leaf, self.leaves[leaf], copies=len(self.consumers)), None)
+        return self.columns.add(spanpack.ColumnSpec.whole(leaf, self.leaves[leaf], copies=len(self.consumers)))
 
     def _list(self, key: str, node: list[Template]) -> KeyRecipe:
-        groups: dict[Any, tuple[list[int], list[int]]] = {}
+        if len(node) == 1 and isinstance(node[0], LeafRef) and not self.step.is_sparse:
+            # What all requests get usually comes this way: no need to look at every request's element.
+            _packable(self.leaves[node[0].index], key)
+            return KeyRecipe(key, (self._copies(node[0].index),))
+        groups: dict[_Kind, tuple[list[int], list[int]]] = {}
         plain_owners: list[int] = []
         plain: list[Template] = []
         for owner, element in enumerate(pick_elements(key, node, self.step)):
             if isinstance(element, LeafRef):
                 tensor = _packable(self.leaves[element.index], key)
-                owners, indices = groups.setdefault(
-                    (tensor.dtype, tensor.shape[1:], tensor.dim() == 0, tensor.device), ([], [])
-                )
+                owners, indices = groups.setdefault(_kind(tensor), ([], []))
                 owners.append(owner)
                 indices.append(element.index)
             elif isinstance(element, dict) or _has_leaf(element):
@@ -219,7 +231,7 @@ class _Lowerer:
                 plain.append(element)
         in_order = len(groups) == 1 and not plain
         pieces = tuple(
-            self._add(
+            self.columns.add(
                 spanpack.ColumnSpec.stack(indices, [self.leaves[i] for i in indices]),
                 None if in_order else tuple(owners),
             )
@@ -227,9 +239,46 @@ class _Lowerer:
         )
         return KeyRecipe(key, pieces, PlainElements(tuple(plain_owners), tuple(plain)) if plain else None)
 
-    def _add(self, column: spanpack.ColumnSpec, owners: tuple[int, ...] | None) -> PackedPieces:
-        self.columns.append(column)
-        return PackedPieces(len(self.columns) - 1, owners)
+
+_Kind: TypeAlias = tuple[torch.dtype, torch.Size, bool, torch.device]
+
+
+def _kind(tensor: Tensor) -> _Kind:
+    """What all pieces of a column have in common."""
+    return tensor.dtype, tensor.shape[1:], tensor.dim() == 0, tensor.device
+
+
+class _Columns:
+    """The columns of a plan, as few as it takes: splitting one is two torch calls, however many keys share it."""
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self._leaves = leaves
+        self._parts: list[list[spanpack.ColumnSpec]] = []
+        self._open: dict[_Kind, tuple[int, int]] = {}  # column that takes pieces of a kind, and its bytes
+
+    def add(self, pieces: spanpack.ColumnSpec, owners: tuple[int, ...] | None = None) -> PackedPieces:
+        """Append pieces to the column of their kind."""
+        model = self._leaves[pieces.first_leaf]
+        nbytes = int(pieces.rows.sum()) * math.prod(model.shape[1:]) * model.element_size()
+        kind = _kind(model)
+        column, column_bytes = self._open.get(kind, (-1, 0))
+        if column < 0 or column_bytes + nbytes > SHARED_COLUMN_BYTES:
+            column, column_bytes = len(self._parts), 0
+            self._parts.append([])
+        self._open[kind] = column, column_bytes + nbytes
+        first = sum(len(part.rows) for part in self._parts[column])
+        self._parts[column].append(pieces)
+        return PackedPieces(column, first, first + len(pieces.rows), owners)
+
+    def specs(self) -> list[spanpack.ColumnSpec]:
+        """One `spanpack.ColumnSpec` per column."""
+        return [parts[0] if len(parts) == 1 else _join(parts) for parts in self._parts]
+
+
+def _join(parts: Sequence[spanpack.ColumnSpec]) -> spanpack.ColumnSpec:
+    leaves = [np.broadcast_to(np.asarray(part.leaves), part.rows.shape) for part in parts]
+    starts, rows = [part.starts for part in parts], [part.rows for part in parts]
+    return spanpack.ColumnSpec(np.concatenate(leaves), np.concatenate(starts), np.concatenate(rows), parts[0].scalar)
 
 
 def pick_elements(key: str, elements: Sequence[Any], step: StepContext) -> list[Any]:

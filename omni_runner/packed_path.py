@@ -243,14 +243,16 @@ class PackedPath:
             return self._steps
         check_runner(runner)
         settings = Settings.from_env()
-        self._channels = ChannelBuilder(self.upstream, _channel_rules(self.upstream, runner))
+        rules = _channel_rules(self.upstream, runner)
+        self._channels = ChannelBuilder(self.upstream, rules)
         self._packer = (
             spanpack.Packer(runner.device)
             if settings.pinned_budget_bytes is None
             else spanpack.Packer(runner.device, pinned_budget_bytes=settings.pinned_budget_bytes)
         )
         self._recorder = _make_recorder(settings, runner, self.upstream)
-        self._steps = StepPacker(self._packer, self.upstream)
+        fills_channels = bool(rules.client_keys) or not rules.is_text
+        self._steps = StepPacker(self._packer, self.upstream, fills_channels=fills_channels)
         return self._steps
 
     def _record(

@@ -7,7 +7,7 @@ from typing import Any
 
 import spanpack
 
-DECODE_SLABS = 4  # steps in flight, and views of earlier ones that the sender has not let go of
+DECODE_SLABS = 6  # steps in flight, and views of earlier ones that the sender has not let go of
 PREFILL_SLABS = 2
 SMALLEST_BYTES = 1 << 16
 LARGEST_BYTES = 1 << 26  # device memory is dear: what exceeds this is allocated by the first step that needs it

@@ -14,7 +14,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm_omni.engine import OmniEngineCoreRequest
 
 IM_START, IM_END, USER, ASSISTANT, NEWLINE = 151644, 151645, 872, 77091, 198
-Prompt = tuple[list[int], dict[str, Any] | None]  # token ids, and what the stage is given beside them
+FINAL_STAGE_ID = 2
+Prompt = tuple[list[int], dict[str, Any]]  # token ids, and what the stage is given beside them
 
 
 class RequestMaker:
@@ -41,6 +42,7 @@ class RequestMaker:
         """A request of `steps` output tokens; a `seeded` one samples from a generator of its own."""
         random = torch.Generator().manual_seed(1234 + index)
         token_ids, buffer = self._prompt(random, steps)
+        buffer["omni_final_stage_id"] = FINAL_STAGE_ID  # as the orchestrator marks a request that later stages serve
         wire = OmniEngineCoreRequest(
             request_id=request_id,
             external_req_id=request_id,
@@ -72,7 +74,7 @@ class RequestMaker:
 
     def _thinker(self, random: torch.Generator, _steps: int) -> Prompt:
         words = self._words(random, self._tokens - 6)
-        return [IM_START, USER, *words, IM_END, IM_START, ASSISTANT, NEWLINE], None
+        return [IM_START, USER, *words, IM_END, IM_START, ASSISTANT, NEWLINE], {}
 
     def _talker(self, random: torch.Generator, steps: int) -> Prompt:
         """The thinker's embeddings, hidden states and token ids, as the talker gets them."""

@@ -166,7 +166,6 @@ class CudaEngine:
             resident.launch(slab, stream)
         except Exception:
             del self.residents[plan]  # what the device has of it is not known any more
-            self.runtime.record(flight.landed, stream)  # an upload may be under way: its source stays taken until then
             raise
         resident.flight = flight
         self.launches += 1
@@ -216,10 +215,10 @@ class CudaEngine:
             length = resident.write(pageable, addresses)
             self.runtime.upload_pageable(resident.buffer[:length], torch.from_numpy(pageable[:length]))
         else:
-            length = resident.write(staging.array, addresses)
-            self.runtime.upload(resident.addresses, staging.address, length, stream)
             staging.flight = flight  # not written again before this pack has landed
             self.staging.give_back(staging)
+            length = resident.write(staging.array, addresses)
+            self.runtime.upload(resident.addresses, staging.address, length, stream)
         resident.known = addresses
         self.uploads += 1
 

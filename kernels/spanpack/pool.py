@@ -14,6 +14,7 @@ from .flight import Events, Flight
 
 ByteArray = npt.NDArray[np.uint8]
 SMALLEST_SLAB_BYTES = 1 << 16
+LARGE_SLAB_BYTES = 1 << 22  # pinning this much takes 3 ms
 
 
 @lru_cache(maxsize=1024)
@@ -131,8 +132,14 @@ class HostPool:
             self._free[size].append(slab)
 
     def is_crowded(self, capacity: int) -> bool:
-        """Whether so many slabs of this capacity are out that views should be copied out of the next ones."""
+        """Whether views should be copied out of the next slabs of this capacity.
+
+        So it is once half of the slabs are out; of large ones, whose allocation would hold a step up for
+        milliseconds, as soon as none is left for the next pack.
+        """
         idle = len(self._free[capacity]) + len(self._returned[capacity])
+        if capacity >= LARGE_SLAB_BYTES and idle == 0 and self._count[capacity] > 1:
+            return True
         return 2 * (self._count[capacity] - idle) > self.slabs_per_class
 
     @property

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from spanpack import ColumnSpec, make_plan, planner
+from spanpack import ColumnSpec, cuda, gather, make_plan, planner
 from spanpack.config import ConfigTable
 from spanpack.plan import Route
 from tests.support.compare import assert_same
@@ -173,7 +173,9 @@ def test_leaves_on_the_host_are_copied_at_once(rig: Rig, monkeypatch: pytest.Mon
     assert rig.engine.copied_bytes == plan.device_bytes == leaf.nbytes
 
 
-def test_strided_leaves_are_made_contiguous_first_and_counted(rig: Rig) -> None:
+def test_strided_leaves_are_made_contiguous_first_and_counted(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged: list[object] = []  # a real allocator frees in the order of the stream
+    monkeypatch.setattr(cuda, "stage", lambda *given: staged.append(gather.stage(*given)) or staged[-1])
     leaf = numbers(1).t()
     snapshot = rig.pack(leaf)
     assert_same(snapshot.column(0), leaf)
@@ -181,8 +183,23 @@ def test_strided_leaves_are_made_contiguous_first_and_counted(rig: Rig) -> None:
     assert (rig.device.launches, rig.device.copies) == (1, 1)
 
 
-def test_a_launch_that_fails_does_not_let_go_of_its_upload(rig: Rig) -> None:
-    """The descriptors are still on their way when their staging memory is asked for again."""
+def test_after_an_upload_that_fails_the_descriptors_are_sent_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("simulated")
+
+    leaf = numbers(1)
+    plan = whole(leaf)
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.device, "upload", fail)
+        for _ in range(20):
+            with pytest.raises(RuntimeError, match="simulated"):
+                rig.pack(leaf, plan)
+    assert_same(rig.pack(leaf, plan).column(0), leaf)
+    assert rig.engine.staging.in_use == 0
+
+
+def test_a_launch_that_fails_leaves_later_packs_right(rig: Rig) -> None:
+    """Its descriptors are still on their way when their staging memory is asked for again."""
     leaf, other = numbers(1), torch.arange(11)
     plans = [whole(leaf), whole(other)]
     rig.device.block(rig.device.stream)

@@ -77,7 +77,7 @@ def test_copies_of_scalars_and_of_whole_leaves() -> None:
         (lambda: torch.zeros(4, 6)[::2], Route.KERNEL),
         (lambda: torch.zeros(4, 6)[:, 2:4], Route.KERNEL),
         (lambda: torch.zeros(1, 6).expand(4, 6), Route.KERNEL),
-        (lambda: torch.zeros(4, 1, 6).transpose(0, 1), Route.STAGED),
+        (lambda: torch.zeros(4, 2, 6).transpose(0, 1), Route.STAGED),
         (lambda: torch.zeros(4, 6).t(), Route.STAGED),
         (lambda: torch.zeros(4, 6)[:, ::2], Route.STAGED),
         (lambda: torch.zeros(4, 1).expand(4, 6), Route.STAGED),

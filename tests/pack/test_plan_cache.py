@@ -76,12 +76,11 @@ def test_tensors_beside_the_tree_count(cache: PlanCache[str]) -> None:
 
 
 def test_the_least_recently_used_go_first() -> None:
-    cache: PlanCache[int] = PlanCache(capacity=3)
-    for key in range(8):
+    cache: PlanCache[int] = PlanCache(capacity=8)
+    for key in range(12):
         cache.keep(cache.look(payload(), key), key, key)
-        cache.look(payload(rows=1), 0)
-    assert len(cache) == 3
-    assert [cache.look(payload(), key).entry for key in range(8)] == [None] * 5 + [5, 6, 7]
+    assert len(cache) == 8
+    assert [cache.look(payload(), key).entry for key in range(12)] == [None] * 4 + list(range(4, 12))
 
 
 def test_only_so_many_shapes_are_kept_for_one_structure() -> None:

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("vllm_omni", reason="needs the engine")
 
 from bench._builder.engine import Stage, make_runner, take_snapshot
+from bench._builder.payloads import WORKLOADS, Workload
 from omni_runner.compat import resolve
 from omni_runner.difference import difference
 from omni_runner.runner import make_runner_cls
@@ -220,3 +222,27 @@ def test_comparison_covers_something(runners: Any, log: LogCounter) -> None:
     assert not left_to_engine
     assert columns > steps / 2, mirrored.most_common(20)
     assert log.levels["WARNING"]
+
+
+class CountCalls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+def test_the_whole_builder_makes_two_torch_calls_per_key_at_most(runners: Any, workload: Workload) -> None:
+    _, packed = runners(workload.stage)
+    calls = []
+    for requests in (2, 64):
+        snapshot, arguments = take_snapshot(packed, workload.step(requests), *workload.make(requests))
+        snapshot.async_payload.wait()
+        with CountCalls() as counter:
+            output = packed._build_omni_model_runner_output_from_snapshot(**arguments)
+        assert counter.calls <= 2 * len(output.inter_stage_outputs[0])
+        calls.append(counter.calls)
+    assert calls[0] == calls[1]

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spanpack
+from omni_runner import lowering
 from omni_runner.builder import ChannelBuilder, ChannelRules
 from omni_runner.packing import PackedStep, StepPacker
 from omni_runner.reference import SPARSE_PROTOCOL_KEYS, as_tensor, flatten_payload
@@ -335,6 +336,25 @@ def test_whole_trees_come_back_as_they_were(packer: StepPacker) -> None:
 def test_whole_trees_with_other_containers_are_refused(packer: StepPacker) -> None:
     with pytest.raises(NotCovered, match="Pair"):
         packer.pack_whole({"x": Pair(1, torch.ones(2))})
+
+
+def test_keys_whose_tensors_are_alike_share_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to a size; what they hand out does not depend on it."""
+    payload = payload_of_all_kinds(3)
+    channels, columns = [], []
+    for limit in (1 << 20, 3 * WIDTH * 2, 0):
+        monkeypatch.setattr(lowering, "SHARED_COLUMN_BYTES", limit)
+        fresh = StepPacker(spanpack.Packer("cpu"), UPSTREAM)
+        packed = fresh.pack(step_of([1, 1, 1]), hidden_states=numbered(3), multimodal_outputs=payload)
+        assert packed.snapshot is not None
+        columns.append(len(packed.snapshot.plan.columns))
+        channels.append(ChannelBuilder(UPSTREAM, ONE_LIST).build(packed)[0])
+    keys_with_tensors = 8
+    assert columns == [6, keys_with_tensors, keys_with_tensors]
+    for other in channels[1:]:
+        for wanted, got in zip(channels[0], other, strict=True):
+            assert list(wanted) == list(got)
+            assert all(torch.equal(wanted[key], got[key]) for key in wanted)
 
 
 class CountCalls(TorchDispatchMode):

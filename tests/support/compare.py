@@ -22,8 +22,10 @@ def poisoned(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """The elements in order as bytes on the host, ``[nbytes] uint8``."""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+    return plain.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def assert_same(found: Tensor, expected: Tensor, where: str = "tensor") -> None:

@@ -54,7 +54,7 @@ class FakeDevice:
         self.launches = self.copies = self.uploads = self.stream_waits = self.host_waits = self.events_made = 0
         self.refuse_memory = False
         self.held: list[torch.Tensor] = []
-        self._memory: list[torch.Tensor] = []  # never freed: a real allocator frees in the order of the stream
+        self._memory: list[torch.Tensor] = []  # kept until all work has run: a real allocator frees in stream order
         self._queues: defaultdict[int, deque[tuple[Callable[[], bool], Callable[[], None]]]] = defaultdict(deque)
         self._blocked: set[int] = set()
 
@@ -134,6 +134,8 @@ class FakeDevice:
                 while queue and stream not in self._blocked and queue[0][0]() and not until():
                     queue.popleft()[1]()
                     moved = True
+        if self.idle:
+            self._memory.clear()
 
     @property
     def idle(self) -> bool:
