@@ -46,6 +46,8 @@ class Replay:
         Bytes of all payloads.
     packs, launches, copies : int
         Of the compared pass: packs made, kernel launches, device-to-host copies.
+    direct_stores : int
+        Packs small enough that the kernel stored them into pinned memory itself, where this GPU is tuned for that.
     host_us, landed_us, ready_us : float
         Medians over the steps of the timed passes: until the pack call returns, until the bytes are on the
         host, until the per-request payloads exist.
@@ -63,6 +65,7 @@ class Replay:
     packs: int
     launches: int
     copies: int
+    direct_stores: int
     host_us: float
     landed_us: float
     ready_us: float
@@ -115,6 +118,7 @@ def replay(trace: Trace, packer: spanpack.Packer, *, timed_passes: int = 20) -> 
         packs=after.packs - before.packs,
         launches=after.launches - before.launches,
         copies=after.copies - before.copies,
+        direct_stores=after.direct_stores - before.direct_stores,
         host_us=timings.median("host_us"),
         landed_us=timings.median("landed_us"),
         ready_us=timings.median("ready_us"),

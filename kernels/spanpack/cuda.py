@@ -100,7 +100,7 @@ class CudaEngine:
         self.ring = DeviceRing(runtime)
         self.launcher = launcher
         self.fallbacks = fallbacks
-        self.launches = self.copies = self.uploads = self.copied_bytes = 0
+        self.launches = self.copies = self.direct_stores = self.uploads = self.copied_bytes = 0
         self.residents: OrderedDict[Plan, _Resident] = OrderedDict()
 
     def run(self, plan: Plan, leaves: Sequence[Tensor]) -> Snapshot:
@@ -138,6 +138,7 @@ class CudaEngine:
         if not self._launch(plan, leaves, host.address, stream, flight):
             gather_torch(plan, leaves, torch.from_numpy(lease))
         self.runtime.record(flight.landed, stream)
+        self.direct_stores += 1
         return self._snapshot(plan, leaves, lease, flight, host)
 
     def _begin_flight(self, host: HostSlab | None) -> Flight:

@@ -235,6 +235,7 @@ class Packer:
         return Stats(
             launches=engine.launches,
             copies=engine.copies,
+            direct_stores=engine.direct_stores,
             uploads=engine.uploads,
             copied_bytes=engine.copied_bytes,
             plans_resident=len(engine.residents),

@@ -17,6 +17,8 @@ class Stats:
     ----------
     packs, launches, copies, uploads
         Packs made; kernel launches; device-to-host copies; host-to-device copies of descriptors.
+    direct_stores
+        Packs that the kernel stored straight into the pinned slab, without a copy.
     payload_bytes, copied_bytes
         Bytes of all pieces; bytes that device-to-host copies brought over (alignment gaps included).
     plans_resident
@@ -36,6 +38,7 @@ class Stats:
     packs: int = 0
     launches: int = 0
     copies: int = 0
+    direct_stores: int = 0
     uploads: int = 0
     payload_bytes: int = 0
     copied_bytes: int = 0

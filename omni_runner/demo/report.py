@@ -71,11 +71,11 @@ def _engine_verdict(comparison: Comparison) -> list[str]:
 
 def traces_report(replays: Sequence[tuple[str, Replay]]) -> str:
     """One line per replayed trace, and what differed."""
-    head = ("", "steps", "payloads", "bytes", "packs", "launches", "copies", "pack call, p50", "verdict")
+    head = ("", "steps", "payloads", "bytes", "packs", "launches", "copies", "direct", "pack call, p50", "verdict")
     rows: list[tuple[str, ...]] = [head]
     differences = []
     for name, result in replays:
-        numbers = (result.packs, result.launches, result.copies)
+        numbers = (result.packs, result.launches, result.copies, result.direct_stores)
         rows.append(
             (
                 name,

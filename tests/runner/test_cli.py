@@ -47,7 +47,7 @@ def test_arguments_reach_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.extend(argv)
         return 7
 
-    monkeypatch.setitem(sys.modules, "spanpack.tune", types.SimpleNamespace(main=tune))
+    monkeypatch.setitem(sys.modules, "omni_runner.tuning", types.SimpleNamespace(main=tune))
     assert cli.main(["tune", "--trace", "file", "--version", "--", "-x"]) == 7
     assert seen == ["--trace", "file", "--version", "--", "-x"]
 
@@ -65,7 +65,7 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(sys.modules, "spanpack.tune", types.SimpleNamespace(main=interrupted))
+    monkeypatch.setitem(sys.modules, "omni_runner.tuning", types.SimpleNamespace(main=interrupted))
     assert cli.main(["tune"]) == 130
 
 
