@@ -1,6 +1,6 @@
 """Draw the figures of an engine result as SVG, without any library.
 
-python -m bench.engine.plot bench/results/h200 --into docs/figures
+python -m bench.engine.plot bench/results/nvidia-h200 --into docs/figures
 
 `gap.svg` shows consecutive decode steps of a stage, stock above ours on one time scale, and the gap between them.
 `throughput.svg` shows tokens per second of every variant, with and without the sender thread.

@@ -1,6 +1,6 @@
 """Put results together and read them.
 
-python -m bench.engine.report OUT... --into bench/results/h200    # one file of several runs, e.g. of two engines
+python -m bench.engine.report OUT... --into bench/results/nvidia-h200    # one file of several runs, e.g. of two engines
 python -m bench.engine.report OUT                                 # the tables
 """
 
