@@ -23,7 +23,7 @@ endif
 help:
 	@echo 'make demo    stock runner against ours on the real engine, byte for byte; no GPU needed'
 	@echo 'make test    all tests; no GPU needed'
-	@echo 'make bench   benchmarks; needs a GPU'
+	@echo 'make bench   what one step costs, against stock and others; needs a GPU'
 	@echo 'make lint    ruff: rules and formatting'
 	@echo 'make types   mypy'
 	@echo 'make ci      what CI runs, in a fresh clone of HEAD'
@@ -43,7 +43,7 @@ test:
 
 bench:
 	@$(setup) $(if $(PYTHON),torch triton)
-	@$(RUN) -m bench $(ARGS)
+	@$(RUN) bench/snapshot.py $(ARGS)
 
 lint:
 	@$(setup) $(if $(PYTHON),ruff)
