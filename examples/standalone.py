@@ -1,6 +1,7 @@
 """Pack the outputs of one decode step and hand each request its own rows. Runs with or without a GPU."""
 
 import torch
+
 from spanpack import Batch, Packer, Placement
 
 device = "cuda" if torch.cuda.is_available() else "cpu"

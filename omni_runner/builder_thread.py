@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from threading import Thread  # by name: what others put in the place of threading.Thread is made for their threads
 from typing import Generic, TypeVar
 
 from omni_runner.errors import BuilderThreadClosed
@@ -165,7 +166,7 @@ class BuilderThread:
     def __init__(self, name: str = "omni-runner-builder", max_pending: int = DEFAULT_MAX_PENDING) -> None:
         self._name = name
         self._queue = _JobQueue(max_pending)
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._starting = threading.Lock()
         self._pid = os.getpid()
         # The thread refers to the queue, never to this object, so that dropping the object ends the thread.
@@ -218,7 +219,7 @@ class BuilderThread:
     def _start(self) -> None:
         with self._starting:
             if self._thread is None and not self._queue.closed:
-                thread = threading.Thread(target=_run_jobs, args=(self._queue,), name=self._name, daemon=True)
+                thread = Thread(target=_run_jobs, args=(self._queue,), name=self._name, daemon=True)
                 thread.start()
                 self._thread = thread
 

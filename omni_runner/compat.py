@@ -38,9 +38,12 @@ __all__ = [
     "UpstreamName",
     "check_runner",
     "inspect_names",
+    "is_known_version",
     "resolve",
     "resolve_classes",
 ]
+
+_SNAPSHOT_HELPER = "_snapshot_tensor_payload_to_cpu_async"
 
 # Markers of the sparse audio protocol; 0.24 and 0.26 spell them out where they skip them.
 _SPARSE_PROTOCOL_KEYS = frozenset({"meta.req_id", "meta.sparse_audio"})
@@ -99,6 +102,8 @@ class Upstream:
     sparse_protocol_keys: frozenset[str]
     shares_channel: bool
     drains_connector_in_builder: bool
+    _snapshot_names: Mapping[str, Any]
+    _snapshot_helper: Callable[..., Any]
     _sparse_routing: Callable[..., tuple[list[str], dict[str, int], bool]]
     _stage_sends: Callable[[Any], bool] | None
     _has_client_keys: bool
@@ -106,7 +111,11 @@ class Upstream:
     @property
     def is_known(self) -> bool:
         """Whether this version is one that the package was tried with."""
-        return _minor(self.version) in KNOWN_VERSIONS
+        return is_known_version(self.version)
+
+    def snapshots_as_known(self) -> bool:
+        """Whether the engine's snapshot helper is the one that was resolved; if not, somebody has put another there."""
+        return self._snapshot_names.get(_SNAPSHOT_HELPER) is self._snapshot_helper
 
     def resolve_sparse_routing(
         self,
@@ -194,10 +203,17 @@ def resolve_classes(runner_cls: type[Any], worker_cls: type[Any], version: str) 
         sparse_protocol_keys=_sparse_protocol_keys(runner_cls),
         shares_channel=used_by(BUILDER, "stage_sends_async_output") is not None,
         drains_connector_in_builder=_mentions(builder, "get_omni_connector_output"),
+        _snapshot_names=_function(runner_cls, SNAPSHOT).__globals__,
+        _snapshot_helper=used_by(SNAPSHOT, _SNAPSHOT_HELPER),
         _sparse_routing=sparse_routing or runner_cls._resolve_sparse_mm_routing,
         _stage_sends=used_by(BUILDER, "stage_sends_async_output"),
         _has_client_keys=hasattr(runner_cls, "_client_multimodal_output_keys"),
     )
+
+
+def is_known_version(version: str) -> bool:
+    """Whether a version of vllm-omni is one that the package was tried with."""
+    return ".".join(version.split(".")[:2]) in KNOWN_VERSIONS
 
 
 def check_runner(runner: Any) -> None:
@@ -230,6 +246,8 @@ def _problem(name: UpstreamName, runner_cls: type[Any], worker_cls: type[Any]) -
     if not (name.takes or name.uses):
         return None
     function = _function(holder, name.name)
+    if not isinstance(function, FunctionType):
+        return f"{name} is no longer a function"
     lost = [parameter for parameter in name.takes if parameter not in inspect.signature(function).parameters]
     if lost:
         return f"{name} no longer takes {_and(lost)}"
@@ -241,21 +259,26 @@ def _present(name: UpstreamName, runner_cls: type[Any], beside: str | None = Non
     """Whether the globals of the method that holds `name` have it; with `beside`, whether its own globals have that."""
     if not hasattr(runner_cls, name.holder):
         return False
-    namespace = _function(runner_cls, name.holder).__globals__
+    namespace = _globals(runner_cls, name.holder)
     if beside is None:
         return name.name in namespace
     return beside in getattr(inspect.unwrap(namespace[name.name]), "__globals__", {})
 
 
-def _function(cls: type[Any], name: str) -> FunctionType:
-    """The plain function behind a method, through decorators such as `torch.inference_mode`."""
+def _function(cls: type[Any], name: str) -> Any:
+    """The plain function behind a method, through decorators such as `torch.inference_mode`; or what else it is."""
     return inspect.unwrap(getattr(cls, name))
+
+
+def _globals(cls: type[Any], name: str) -> dict[str, Any]:
+    """The globals of a method; empty for what is no plain function."""
+    return getattr(_function(cls, name), "__globals__", {})
 
 
 def _output_cls(runner_cls: type[Any]) -> type[Any] | None:
     if not hasattr(runner_cls, "sample_tokens"):
         return None
-    return _function(runner_cls, "sample_tokens").__globals__.get("OmniAsyncGPUModelRunnerOutput")
+    return _globals(runner_cls, "sample_tokens").get("OmniAsyncGPUModelRunnerOutput")
 
 
 def _mentions(function: FunctionType, name: str) -> bool:
@@ -286,10 +309,6 @@ def _mismatch(version: str, problems: Iterable[str]) -> UpstreamMismatch:
         f"Known to work: {', '.join(KNOWN_VERSIONS)}.",
         problems,
     )
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
 
 
 def _and(words: Iterable[str]) -> str:

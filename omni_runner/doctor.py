@@ -217,7 +217,7 @@ def _examine_engine(report: Report, deploy: Path | None, pipeline: str | None) -
         return
     findings = compat.inspect_names(GPUARModelRunner, GPUARWorker)
     report.names = [(str(finding.name), finding.problem) for finding in findings]
-    if not str(vllm_omni.__version__).startswith(compat.KNOWN_VERSIONS):
+    if not compat.is_known_version(str(vllm_omni.__version__)):
         report.warnings.append(f"not tried with vllm-omni {vllm_omni.__version__}")
     refusal = _refusal()
     # Unreadable settings are among the problems already.

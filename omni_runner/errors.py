@@ -6,7 +6,7 @@
     ├── UpstreamMissing      vllm-omni (or vLLM) is not installed      also an ImportError
     ├── UpstreamMismatch     a name this package builds on is gone or has changed
     ├── SettingsError        a setting has a value that means nothing  also a ValueError
-    ├── StageRefused         strict mode: the stage would not be packed, so it does not start
+    ├── StageRefused         a stage can't have the packed runner
     ├── TraceError           a trace cannot be read or written          also a ValueError
     └── BuilderThreadClosed  work was handed to a builder thread that no longer runs
 
@@ -53,7 +53,10 @@ class SettingsError(OmniRunnerError, ValueError):
 
 
 class StageRefused(OmniRunnerError):
-    """In strict mode: this stage cannot take the packed path; the message gives every reason."""
+    """A stage can't have the packed runner; the message says why.
+
+    It reaches the user only for a generation stage and in strict mode: then the stage does not start.
+    """
 
 
 class TraceError(OmniRunnerError, ValueError):

@@ -30,6 +30,7 @@ logger = logging.getLogger("vllm.omni_runner")
 LOG_EVERY_STEPS = 1000
 CLOSE_TIMEOUT_S = 1.0
 NO_METADATA = "the step's metadata did not come before its payload"
+FOREIGN_SNAPSHOT = "the engine's snapshot helper has been replaced by something else"
 
 _NO_ROWS = torch.empty((0, 0))  # hidden rows of a step in which nobody wants any
 
@@ -325,8 +326,12 @@ def _give_back_prefix_step(runner: Any, step: Mapping[str, Any]) -> None:
 def _make_recorder(settings: Settings, runner: Any, upstream: Upstream) -> StepRecorder | None:
     if settings.trace_dir is None:
         return None
-    from omni_runner.trace_record import StepRecorder  # noqa: PLC0415  needs safetensors, which serving does not
+    try:
+        from omni_runner.trace_record import StepRecorder  # noqa: PLC0415  needs safetensors, which serving does not
 
-    config = runner.model_config
-    about = {"stage": config.model_stage, "model": config.model, "vllm_omni": upstream.version, "runner": "v1"}
-    return StepRecorder(settings.trace_dir, settings.trace_steps, about, scrub=settings.trace_scrub)
+        config = runner.model_config
+        about = {"stage": config.model_stage, "model": config.model, "vllm_omni": upstream.version, "runner": "v1"}
+        return StepRecorder(settings.trace_dir, settings.trace_steps, about, scrub=settings.trace_scrub)
+    except Exception:  # a trace is never worth a step
+        logger.warning("omni_runner: no trace can be recorded", exc_info=True)
+        return None

@@ -11,9 +11,10 @@ import logging
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from omni_runner.async_output import constructed_as
-from omni_runner.packed_path import NO_METADATA, PackedPath, PendingStep
+from omni_runner.packed_path import FOREIGN_SNAPSHOT, NO_METADATA, PackedPath, PendingStep
 from omni_runner.packing import PackedStep, PackedTree
 from omni_runner.stats import RunnerStats
+from omni_runner.step import NotCovered
 
 if TYPE_CHECKING:
     from omni_runner.compat import Upstream
@@ -52,6 +53,8 @@ class PackedRunnerMixin(_EngineRunner):
             pending = path.take_pending(hidden_states, multimodal_outputs)
             if pending is None:
                 path.counters.count_stock(NO_METADATA)
+            elif not path.upstream.snapshots_as_known():
+                path.counters.count_stock(FOREIGN_SNAPSHOT)
             else:
                 try:
                     with path.upstream.record_function("omni_async_output:snapshot_cpu_payload"):
@@ -62,6 +65,8 @@ class PackedRunnerMixin(_EngineRunner):
                             multimodal_outputs=multimodal_outputs,
                             others=others,
                         )
+                except NotCovered as reason:
+                    path.counters.count_stock(str(reason))
                 except Exception as failure:  # noqa: BLE001  the engine's own snapshot serves this step
                     path.counters.count_failure(failure)
         return super()._snapshot_omni_output_tensors_for_async_output(
@@ -93,7 +98,10 @@ class PackedRunnerMixin(_EngineRunner):
 
     def shutdown(self) -> None:
         """Finish outputs in flight, within a second, then shut down as the engine does."""
-        path_of(self).close()
+        try:
+            path_of(self).close()
+        except Exception:  # the engine has more to give back than we have
+            logger.warning("omni_runner: closing the packed path failed", exc_info=True)
         super().shutdown()
 
     def omni_runner_stats(self) -> RunnerStats:

@@ -78,12 +78,11 @@ class Settings:
             A variable has a value that means nothing; the message names it and what it may be.
         """
         pinned_mib = _positive(environ, "OMNI_RUNNER_PINNED_MIB")
-        trace_dir = _text(environ, "OMNI_RUNNER_TRACE")
         return cls(
             enabled=_switch(environ, "OMNI_RUNNER"),
             strict=_switch(environ, "OMNI_RUNNER_STRICT"),
             pinned_budget_bytes=None if pinned_mib is None else pinned_mib << 20,
-            trace_dir=None if trace_dir is None else Path(trace_dir).expanduser(),
+            trace_dir=_path(environ, "OMNI_RUNNER_TRACE"),
             trace_steps=_positive(environ, "OMNI_RUNNER_TRACE_STEPS") or _DEFAULT_TRACE_STEPS,
             trace_scrub=_switch(environ, "OMNI_RUNNER_TRACE_SCRUB"),
         )
@@ -96,6 +95,16 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 def _text(environ: Mapping[str, str], name: str) -> str | None:
     return environ.get(name, "").strip() or None
+
+
+def _path(environ: Mapping[str, str], name: str) -> Path | None:
+    text = _text(environ, name)
+    if text is None:
+        return None
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # a container without HOME, or no such user
+        raise SettingsError(f"{name}={text!r}: expected a path whose ~ stands for a home directory") from error
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool:

@@ -94,6 +94,10 @@ class _EngineRules:
         return nullcontext()
 
     @staticmethod
+    def snapshots_as_known() -> bool:
+        return True
+
+    @staticmethod
     def flatten_payload(payload: dict[str, Any]) -> dict[str, Any]:
         return flatten_payload(payload)
 

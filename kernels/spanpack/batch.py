@@ -87,7 +87,9 @@ class Batch:
         if isinstance(num_scheduled_tokens, Mapping):
             num_scheduled_tokens = _in_order(ids, num_scheduled_tokens)
         if per_token_rows is not None:
-            per_token_rows = (per_token_rows,) if isinstance(per_token_rows, int) else tuple(per_token_rows)
+            if isinstance(per_token_rows, (int, np.integer)):
+                per_token_rows = (int(per_token_rows),)
+            per_token_rows = tuple(per_token_rows)
         # Checked once: equal batches share their spans, which also makes those a cheap key for plans.
         self.spans: Spans = _check(
             ids,
@@ -105,7 +107,7 @@ def _in_order(ids: tuple[str, ...], counts: Mapping[str, int]) -> list[int]:
     return [counts[request] for request in ids]
 
 
-_Frozen = tuple[Any, ...]  # (bytes, dtype character) of an array, or the numbers themselves
+_Frozen = tuple[Any, ...]  # (bytes, dtype) of an array, or the numbers themselves
 
 
 def _freeze(name: str, values: Any, limit: int | None = None) -> _Frozen:
@@ -121,11 +123,13 @@ def _freeze(name: str, values: Any, limit: int | None = None) -> _Frozen:
         return tuple(values[:limit])
     if values.ndim != 1:
         raise BatchError(f"{name} must be a flat sequence of integers, given: {values.dtype}{list(values.shape)}")
-    return values[:limit].tobytes(), values.dtype.char
+    return values[:limit].tobytes(), values.dtype
 
 
 def _thaw(name: str, frozen: _Frozen) -> Int64Array:
     if len(frozen) == 2 and isinstance(frozen[0], bytes):
+        if frozen[1].hasobject:
+            raise BatchError(f"{name} must be integers, given an array of objects")
         array: np.ndarray[Any, Any] = np.frombuffer(frozen[0], dtype=frozen[1])
     else:
         array = np.asarray(frozen)
@@ -163,7 +167,10 @@ def _check(
         )
     chosen = _check_consumers(ids, position, consumers)
     index = np.asarray(chosen, dtype=np.int64)
-    return Spans(ids, starts, rows, chosen, starts[index], rows[index], allowed)
+    arrays = starts, rows, starts[index], rows[index]
+    for array in arrays:
+        array.setflags(write=False)  # equal batches share them, and plans are made from them
+    return Spans(ids, arrays[0], arrays[1], chosen, arrays[2], arrays[3], allowed)
 
 
 def _check_starts(ids: tuple[str, ...], rows: Int64Array, frozen: _Frozen) -> Int64Array:

@@ -48,8 +48,8 @@ class ConfigTable:
         Packs of up to so many device bytes are stored by the kernel into the mapped pinned slab, without a device slab
         and a copy. 0: the copy engine brings every pack home.
     mapped_address_bytes
-        When the addresses of its leaves have changed, a pack of up to so many device bytes has the kernel read them
-        from mapped pinned memory. 0: they are always copied to the device first.
+        Up to how many device bytes it would pay to have the kernel read addresses that have changed from mapped pinned
+        memory. What the tuner found, for people: packs always copy them to the device first.
     source
         Where the configurations come from, for people.
     """

@@ -9,6 +9,8 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from torch import Tensor
 from ._runtime import TorchRuntime
 from .columns import ColumnSpec
 from .config import ConfigTable, LaunchConfig
-from .errors import DeviceError
+from .errors import DeviceError, LeafError
 from .flight import Events, Flight
 from .gather import Launcher, copy_opaque, gather_host, gather_torch, stage
 from .plan import Plan, Route
@@ -102,6 +104,8 @@ class CudaEngine:
         self.fallbacks = fallbacks
         self.launches = self.copies = self.direct_stores = self.uploads = self.copied_bytes = 0
         self.residents: OrderedDict[Plan, _Resident] = OrderedDict()
+        if launcher is None:
+            self._without_launcher()
 
     def run(self, plan: Plan, leaves: Sequence[Tensor]) -> Snapshot:
         """Gather on the current stream of this device, copy on the copy stream."""
@@ -123,9 +127,15 @@ class CudaEngine:
         if host is None or lease is None or device is None:
             return self._run_degraded(plan, leaves, host, lease, device, stream)
         flight = host.flight = device.flight = self._begin_flight(host)
-        if not self._launch(plan, leaves, device.address, stream, flight):
-            gather_torch(plan, leaves, device.tensor)
-        self.runtime.bring_home(flight, host.address, device.address, plan.device_bytes, stream)
+        try:
+            if not self._launch(plan, leaves, device.address, stream, flight):
+                gather_torch(plan, leaves, device.tensor)
+            self.runtime.bring_home(flight, host.address, device.address, plan.device_bytes, stream)
+        except BaseException:
+            # Both slabs may still be in use by what was queued, now or before: the flight has to end behind it.
+            with suppress(RuntimeError):
+                self.runtime.bring_home(flight, host.address, device.address, plan.device_bytes, stream)
+            raise
         self.copies += 1
         self.copied_bytes += plan.device_bytes
         return self._snapshot(plan, leaves, lease, flight, host)
@@ -135,9 +145,11 @@ class CudaEngine:
     ) -> Snapshot:
         """The kernel stores into the pinned slab, which the device has mapped: no device slab and no copy."""
         flight = host.flight = self._begin_flight(host)
-        if not self._launch(plan, leaves, host.address, stream, flight):
-            gather_torch(plan, leaves, torch.from_numpy(lease))
-        self.runtime.record(flight.landed, stream)
+        try:
+            if not self._launch(plan, leaves, host.address, stream, flight):
+                gather_torch(plan, leaves, torch.from_numpy(lease))
+        finally:  # also where it failed: what was queued may still write
+            self.runtime.record(flight.landed, stream)
         self.direct_stores += 1
         return self._snapshot(plan, leaves, lease, flight, host)
 
@@ -165,7 +177,7 @@ class CudaEngine:
             if resident.known != addresses:
                 self._upload(resident, addresses, stream, flight)
             resident.launch(slab, stream)
-        except Exception:
+        except BaseException:  # an interrupt from the keyboard as well
             del self.residents[plan]  # what the device has of it is not known any more
             raise
         resident.flight = flight
@@ -178,6 +190,11 @@ class CudaEngine:
                 raise DeviceError(
                     f"leaf {index} is on {leaves[index].device}, this packer serves {self.runtime.device}; "
                     "use one packer per device"
+                )
+            if not leaves[index].data_ptr() and leaves[index].numel():
+                raise LeafError(
+                    f"leaf {index}, a {type(leaves[index]).__name__}, has no memory of its own that a kernel could "
+                    "read; pack the tensors that it wraps"
                 )
         if self.launcher is None:
             return None
@@ -197,8 +214,12 @@ class CudaEngine:
 
     def _give_up_triton(self, error: Exception) -> None:
         self.fallbacks.note("triton failed", f"the Triton kernel can't be used ({error}); gathering with torch copies")
-        self.launcher = None
+        self._without_launcher()
         self.residents.clear()
+
+    def _without_launcher(self) -> None:
+        self.launcher = None
+        self.configs = replace(self.configs, direct_store_bytes=0)  # torch would store leaf by leaf, and block
 
     def _change_stream(self, resident: _Resident, stream: int) -> None:
         """Let a resident be read and written on another stream than before."""
@@ -214,7 +235,8 @@ class CudaEngine:
         if staging is None:
             pageable = np.empty(nbytes, dtype=np.uint8)
             length = resident.write(pageable, addresses)
-            self.runtime.upload_pageable(resident.buffer[:length], torch.from_numpy(pageable[:length]))
+            with torch.inference_mode():  # torch guards a buffer that was made in it
+                self.runtime.upload_pageable(resident.buffer[:length], torch.from_numpy(pageable[:length]))
         else:
             staging.flight = flight  # not written again before this pack has landed
             self.staging.give_back(staging)
@@ -242,7 +264,9 @@ class CudaEngine:
         """The same bytes by a slower path, where pinned memory, device memory or both were refused."""
         if host is None:
             why = (
-                f"pinned memory refused by the system ({self.pool.refusal})" if self.pool.refusal else "budget reached"
+                f"pinned memory refused by the system ({self.pool.refusal})"
+                if self.pool.refusal
+                else "no pinned slab free within the budget and the number of slabs per size"
             )
             self.fallbacks.note(
                 "pinned memory", f"{why}; using pageable memory, filled when the snapshot is waited for"

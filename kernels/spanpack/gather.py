@@ -42,6 +42,7 @@ def gather_host(plan: Plan, leaves: Sequence[Tensor], slab: Tensor) -> None:
 
 def _copy_runs(plan: Plan, runs: Sequence[Run], leaves: Sequence[Tensor], slab: Tensor) -> None:
     targets: dict[int, Tensor] = {}
+    sources: dict[int, Tensor] = {}
     with torch.no_grad():
         for column_index, leaf, start, rows, first_row in runs:
             if not plan.columns[column_index].nbytes:
@@ -49,9 +50,20 @@ def _copy_runs(plan: Plan, runs: Sequence[Run], leaves: Sequence[Tensor], slab: 
             target = targets.get(column_index)
             if target is None:
                 target = targets[column_index] = _column_of(slab, plan.columns[column_index])
-            source = leaves[leaf].detach()
+            source = sources.get(leaf)
+            if source is None:
+                source = sources[leaf] = _plain(leaves[leaf])
             source = source.reshape(1) if source.dim() == 0 else source[start : start + rows]
             target[first_row : first_row + rows].copy_(source)
+
+
+def _plain(leaf: Tensor) -> Tensor:
+    """A leaf without pending conjugation or negation.
+
+    As a whole, whatever rows of it are packed: which zero torch makes of a negated zero depends on where it stands in a
+    vector, and all backends must yield the same bytes.
+    """
+    return leaf.detach().resolve_conj().resolve_neg()
 
 
 def _column_of(slab: Tensor, column: Column) -> Tensor:
@@ -93,7 +105,7 @@ def stage(plan: Plan, leaves: Sequence[Tensor]) -> list[Tensor]:
     """The leaves as the kernel may read them: those that are not contiguous within their rows, copied."""
     read = [leaf.detach() for leaf in leaves]
     for index in plan.staged_leaves:
-        read[index] = read[index].resolve_conj().resolve_neg().contiguous()
+        read[index] = _plain(read[index]).contiguous()
     return read
 
 

@@ -17,7 +17,7 @@ from ._runtime import load_runtime
 from .batch import Batch
 from .config import load_configs
 from .cuda import CudaEngine
-from .errors import ClosedError, DeviceError, LeafError, UnavailableError
+from .errors import ClosedError, DeviceError, InputError, LeafError, UnavailableError
 from .gather import (
     Launcher,
     copy_opaque,
@@ -53,8 +53,8 @@ class Packer:
         Triton where it works, else torch, with one warning. On the CPU ``"auto"`` is ``"torch"``, and ``"triton"``
         needs ``TRITON_INTERPRET=1``.
     pinned_budget_bytes
-        Most pinned host memory. A pack that finds no slab within it lands in pageable memory instead, counted and
-        logged once.
+        Most pinned host memory for payloads; descriptors on their way to the device take up to 64 MiB beside it. A pack
+        that finds no slab within it lands in pageable memory instead, counted and logged once.
     slabs_per_class
         Most pinned slabs of one size (sizes are powers of two). Once half of them are held by views, the views of
         further snapshots are copied out, so that views kept for long do not pin memory without bound.
@@ -74,6 +74,8 @@ class Packer:
         The backend was named and can't run here.
     DeviceError
         The device can't be served.
+    InputError
+        There is no such transport.
 
     Examples
     --------
@@ -95,6 +97,8 @@ class Packer:
         tuned: str | os.PathLike[str] | None = None,
         transport: Transport = "auto",
     ) -> None:
+        if transport not in ("auto", "copy"):
+            raise InputError(f"transport {transport!r}; choose 'auto' or 'copy'")
         self.device = _resolve_device(device)
         self._fallbacks = Fallbacks()
         self._use_triton = _resolve_backend(backend, self.device, self._fallbacks)
@@ -189,8 +193,7 @@ class Packer:
                 "shape, strides or device; make a plan for them"
             )
         with self._lock:
-            if self._closed:
-                raise ClosedError("this packer was closed; make a new one")
+            self._check_open()
             if plan.device_type == "cpu":
                 snapshot = self._run_on_host(plan, leaves)
             elif self._engine is None or plan.device_type != self.device.type:
@@ -206,20 +209,33 @@ class Packer:
         return snapshot
 
     def reserve(self, nbytes: int, slabs: int = 2) -> None:
-        """Allocate pinned and device slabs for packs of up to `nbytes` now: pinning 100 MB takes 80 ms."""
-        if self._engine is not None:
-            with self._lock:
+        """Allocate pinned and device slabs for packs of up to `nbytes` now: pinning 100 MB takes 80 ms.
+
+        Raises
+        ------
+        ClosedError
+            The packer was closed.
+        """
+        with self._lock:
+            self._check_open()
+            if self._engine is not None:
                 self._pool.reserve(nbytes, slabs)
                 self._engine.reserve(nbytes, slabs)
 
     def warmup(self) -> None:
-        """Compile every kernel variant that a pack can meet and make the first events, so that no step pays for it.
+        """Compile every kernel variant that a pack can meet and check its bytes, so that no step pays for it.
 
         Where the kernel can't be compiled, launched, or yields wrong bytes, the packer goes over to the torch backend
         with one warning.
+
+        Raises
+        ------
+        ClosedError
+            The packer was closed.
         """
-        if self._engine is not None:
-            with self._lock:
+        with self._lock:
+            self._check_open()
+            if self._engine is not None:
                 self._engine.warmup()
 
     def stats(self) -> Stats:
@@ -266,6 +282,10 @@ class Packer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this packer was closed; make a new one")
 
     def _check_devices(self, found: Sequence[Node], leaves: Sequence[Tensor]) -> None:
         for node in found:

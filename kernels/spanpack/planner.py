@@ -94,6 +94,8 @@ class _Planner:
         return on_host == {True}
 
     def _route(self, leaf: int) -> Route:
+        if not 0 <= leaf < len(self.leaves):
+            raise PlacementError(f"a column takes rows of leaf {leaf}, but there are {len(self.leaves)} leaves")
         route = self.routes[leaf]
         if route is None:
             route = self.routes[leaf] = _route(self.leaves[leaf], self.device_type)
@@ -141,6 +143,11 @@ class _Planner:
                 raise PlacementError(
                     f"column {index} holds {_kind(model)} and {_kind(tensor)}; "
                     "the leaves of a column must agree in dtype and shape[1:]"
+                )
+            if self.routes[leaf] is Route.OPAQUE:
+                raise LeafError(
+                    f"column {index}: leaf {leaf} is {_kind(tensor)} with layout {tensor.layout}, which can't share a "
+                    "column; give it its own"
                 )
             if (tensor.dim() == 0) != spec.scalar:
                 raise PlacementError(f"column {index}: leaf {leaf} is {_kind(tensor)}, but scalar={spec.scalar}")

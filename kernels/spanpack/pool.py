@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
+from contextlib import suppress
 from functools import lru_cache
 
 import numpy as np
@@ -41,12 +42,13 @@ class HostSlab:
     __slots__ = ("_owner", "_watch", "address", "array", "capacity", "events", "flight")
 
     def __init__(self, capacity: int, owner: HostPool, *, pin: bool) -> None:
+        self.flight: Flight | None = None
+        _free_landed_orphans()
         tensor = torch.empty(capacity, dtype=torch.uint8, pin_memory=pin)
         self.array: ByteArray = tensor.numpy()  # keeps the tensor alive
         self.address = tensor.data_ptr()
         self.capacity = capacity
         self.events: Events | None = None
-        self.flight: Flight | None = None
         self._owner = owner
         self._watch: weakref.ref[ByteArray] | None = None
 
@@ -70,6 +72,24 @@ class HostSlab:
         """Whether no copy uses the memory any more."""
         flight = self.flight
         return flight is None or flight.done or flight.is_done()
+
+    def __del__(self) -> None:
+        """Where the pool was dropped rather than closed, hold the memory back until no copy uses it."""
+        flight = self.flight
+        if flight is not None and not flight.done:
+            _orphans.append((flight, self.array))
+
+
+# Not looked at in a destructor, which must neither block nor fail: the next slab to be made does it.
+_orphans: deque[tuple[Flight, ByteArray]] = deque()
+
+
+def _free_landed_orphans() -> None:
+    for _ in range(len(_orphans)):
+        with suppress(IndexError):  # another thread took it
+            orphan = _orphans.popleft()
+            if not orphan[0].is_done():
+                _orphans.append(orphan)
 
 
 class HostPool:
@@ -187,18 +207,23 @@ class HostPool:
         """Drop idle slabs of other sizes until `size` more bytes fit; whether they do."""
         for other in tuple(self._returned):
             self._collect(other)
-        for other, free in sorted(self._free.items()):
-            for _ in range(len(free) if other != size else 0):
+        others = [free for other, free in sorted(self._free.items()) if other != size]
+        idle_bytes = sum(slab.capacity for free in others for slab in free if slab.is_idle())
+        if self.pinned_bytes - idle_bytes + size > self.budget_bytes:
+            return False  # dropping all of them would only make later packs pin memory again
+        for free in others:
+            for _ in range(len(free)):
                 if self.pinned_bytes + size <= self.budget_bytes:
                     break
                 slab = free.popleft()
                 if slab.is_idle():
                     self._forget(slab)
+                    del slab  # torch has its memory back before it is asked to release what it caches
                 else:
                     free.append(slab)
         if self.pin:
             _release_cached_pinned_memory()
-        return self.pinned_bytes + size <= self.budget_bytes
+        return True
 
     def _forget(self, slab: HostSlab) -> None:
         self._slabs.discard(slab)

@@ -27,12 +27,26 @@ def spans_of(*given: Any, **options: Any) -> tuple[list[int], list[int]]:
         torch.tensor,
         lambda n: np.array(n, np.int32),
         lambda n: torch.tensor(n, dtype=torch.int32),
+        lambda n: np.array(n, ">i4"),
+        lambda n: np.array(n)[::-1].copy()[::-1],
     ],
-    ids=["list", "tuple", "numpy", "torch", "numpy int32", "torch int32"],
+    ids=["list", "tuple", "numpy", "torch", "numpy int32", "torch int32", "other byte order", "reversed"],
 )
 def test_counts_and_starts_in_any_form(kind: Any) -> None:
     assert spans_of(IDS, kind([3, 0, 2])) == ([0, 3, 3], [3, 0, 2])
     assert spans_of(IDS, kind([3, 0, 2]), kind([1, 5, 5, 7])) == ([1, 5, 5], [3, 0, 2])
+
+
+def test_equal_batches_share_spans_that_nobody_can_change() -> None:
+    spans = Batch(IDS, [3, 0, 2]).spans
+    assert Batch(IDS, np.array([3, 0, 2])).spans.rows.tolist() == [3, 0, 2]
+    for array in (spans.starts, spans.rows, spans.consumer_starts, spans.consumer_rows):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 7
+
+
+def test_per_token_rows_may_be_a_numpy_integer() -> None:
+    assert Batch(IDS, [1, 1, 1], per_token_rows=np.int64(8)).spans.per_token_rows == {8}
 
 
 def test_counts_by_request_id() -> None:
@@ -92,6 +106,7 @@ def test_arrays_changed_later_do_not_show(kind: Any) -> None:
         ((IDS, [1, 1, 1]), {"consumers": ["a", "x"]}, "'x' is not a request of this batch of 3"),
         ((IDS, [1, 1, 1]), {"consumers": ["b", "b"]}, "'b' is named twice"),
         ((IDS, [1.5, 1, 1]), {}, "num_scheduled_tokens must be integers, given: float64"),
+        ((IDS, np.ones(3, object)), {}, "num_scheduled_tokens must be integers, given an array of objects"),
         ((IDS, np.ones((3, 1), int)), {}, r"flat sequence of integers, given: int64\[3, 1\]"),
         ((IDS, torch.ones(3, dtype=torch.int64, device="meta")), {}, "num_scheduled_tokens is a tensor on meta"),
         ((IDS, [1, 1, 1], torch.arange(4, device="meta")), {}, "query_start_loc is a tensor on meta.*host copy"),

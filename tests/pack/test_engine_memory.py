@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from random import Random
 
 import pytest
@@ -160,6 +161,52 @@ def test_a_slab_whose_copy_is_under_way_is_neither_written_nor_freed(rig: Rig, m
     rig.device.unblock(SIDE)
     rig.pool.close()
     assert rig.device.host_waits == waits + 1
+
+
+def test_dropped_without_being_closed_memory_outlives_the_copies_that_use_it(rig: Rig) -> None:
+    device = rig.device
+    device.block(1)
+    device.block(SIDE)
+    rig.pack(numbers(1))
+    slabs = [*rig.pool._slabs, *rig.engine.staging._slabs]
+    memory = [weakref.ref(slab.array) for slab in slabs]
+    rig.pool, rig.engine = Rig().pool, Rig().engine
+    slabs.clear()
+    gc.collect()
+    pool.HostSlab(1 << 16, rig.pool, pin=False)
+    assert len(memory) == 2
+    assert all(array() is not None for array in memory)
+    device.unblock(1)
+    device.unblock(SIDE)
+    device.run()
+    pool.HostSlab(1 << 16, rig.pool, pin=False)  # making a slab lets go of what has landed
+    assert all(array() is None for array in memory)
+
+
+def test_pageable_descriptors_serve_inside_and_outside_inference_mode(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rig.engine.staging, "acquire", lambda nbytes: None)
+    leaves = [numbers(1), numbers(2)]
+    plan = whole(leaves[0])
+    with torch.inference_mode():
+        rig.pack(leaves[0], plan).wait()
+    assert_same(rig.pack(leaves[1], plan).column(0), leaves[1])
+
+
+def test_a_pack_larger_than_the_budget_drops_no_slabs_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[bool] = []
+    monkeypatch.setattr(pool, "_release_cached_pinned_memory", lambda: released.append(True))
+    rig = Rig(budget_bytes=1 << 17)
+    small, large = torch.arange(100), torch.zeros(1 << 18, dtype=torch.uint8)
+    plans = whole(small), whole(large)
+    rig.pack(small, plans[0]).wait()
+    rig.pool.pin = True  # as if: giving cached memory back to the system stalls the device
+    for _ in range(10):
+        rig.pack(large, plans[1]).wait()
+        rig.pack(small, plans[0]).wait()
+    assert rig.pool.allocations == 1
+    assert not released
 
 
 def test_slabs_exhausted_by_kept_snapshots_fall_back_and_recover() -> None:

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from spanpack import ColumnSpec, cuda, gather, make_plan, planner
+from spanpack import ColumnSpec, LeafError, cuda, gather, make_plan, planner
 from spanpack.config import ConfigTable
 from spanpack.plan import Route
 from tests.support.compare import assert_same
@@ -194,6 +194,7 @@ def test_after_an_upload_that_fails_the_descriptors_are_sent_again(rig: Rig, mon
         for _ in range(20):
             with pytest.raises(RuntimeError, match="simulated"):
                 rig.pack(leaf, plan)
+            rig.device.run()
     assert_same(rig.pack(leaf, plan).column(0), leaf)
     assert rig.engine.staging.in_use == 0
 
@@ -210,6 +211,86 @@ def test_a_launch_that_fails_leaves_later_packs_right(rig: Rig) -> None:
     rig.device.unblock(rig.device.stream)
     assert_same(snapshots[0].column(0), other)
     assert_same(snapshots[1].column(0), leaf)
+
+
+def test_a_launch_that_fails_leaves_the_slab_to_the_copy_that_reads_it() -> None:
+    """The pack that failed had let its own stream wait for that copy; the next one is on another stream."""
+    rig = Rig(slabs_per_class=16)
+    leaf = numbers(0)
+    plan = whole(leaf)
+    rig.pack(leaf, plan).wait()
+    rig.device.block(SIDE)
+    snapshots = []
+    for step in range(4):
+        rig.device.enqueue(lambda step=step: leaf.copy_(numbers(step)), 1)
+        snapshots.append(rig.pack(leaf, plan))
+        rig.device.run()
+    rig.launcher.fail = RuntimeError("simulated")
+    with pytest.raises(RuntimeError, match="simulated"):
+        rig.pack(leaf, plan)
+    other = numbers(9)
+    snapshots.append(rig.pack(other, whole(other), stream=2))
+    rig.device.run()
+    rig.device.unblock(SIDE)
+    for step, snapshot in zip([*range(4), 9], snapshots, strict=True):
+        assert_same(snapshot.column(0), numbers(step))
+
+
+def test_after_an_interrupt_from_the_keyboard_the_descriptors_are_sent_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    leaf = numbers(1)
+    plan = whole(leaf)
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.device, "upload", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rig.pack(leaf, plan)
+    assert_same(rig.pack(leaf, plan).column(0), leaf)
+
+
+def test_a_direct_store_that_fails_leaves_later_packs_right() -> None:
+    rig = Rig(configs=ConfigTable(direct_store_bytes=1 << 20))
+    leaf = numbers(2)
+    plan = whole(leaf)
+    rig.launcher.fail = RuntimeError("simulated")
+    with pytest.raises(RuntimeError, match="simulated"):
+        rig.pack(leaf, plan)
+    assert_same(rig.pack(leaf, plan).column(0), leaf)
+
+
+def test_without_a_kernel_nothing_is_stored_directly() -> None:
+    """Torch would store leaf by leaf, and the host would wait for each."""
+    configs = ConfigTable(direct_store_bytes=1 << 20)
+    fakes = Rig(configs=configs)
+    engine = cuda.CudaEngine(fakes.device, fakes.pool, fakes.fallbacks, None, configs)  # type: ignore[arg-type]
+    leaf = numbers(1)
+    plan = whole(leaf)
+    assert_same(engine.run(plan, [leaf]).column(0), leaf)
+    assert (engine.direct_stores, engine.copies) == (0, 1)
+
+
+class _Wrapper(torch.Tensor):
+    """A tensor without memory of its own, as quantisation libraries make them."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> _Wrapper:
+        wrapper: _Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, function: object, *_: object) -> None:
+        raise NotImplementedError(function)
+
+
+def test_a_tensor_without_memory_is_an_error_rather_than_a_wild_read(rig: Rig) -> None:
+    leaf = _Wrapper(numbers(1))
+    with pytest.raises(LeafError, match="leaf 0, a _Wrapper, has no memory of its own"):
+        rig.pack(leaf)
+    assert rig.device.launches == 0
+    assert rig.pool.in_use == 0
 
 
 def test_waiting_from_several_threads_waits_once(rig: Rig) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spanpack import ColumnSpec, Plan, gather_torch, gather_triton, make_plan
+from spanpack import ColumnSpec, Packer, Plan, gather_torch, gather_triton, make_plan
 from spanpack.config import DEFAULT_CONFIGS, LaunchConfig
 from tests.support.compare import assert_slab, poisoned
 from tests.support.leaves import DTYPES, LeafRecipe, layouts_of
@@ -120,3 +120,11 @@ def test_gathering_leaves_the_sources_as_they_are(kernel_device: str) -> None:
     slab = poisoned(leaf.nbytes, kernel_device)
     gather_triton(make_plan([leaf], [ColumnSpec.whole(0, leaf)]), [leaf], slab)
     assert torch.equal(leaf.view(torch.int32), before.view(torch.int32))
+
+
+def test_rows_of_a_negated_leaf_are_those_of_the_whole() -> None:
+    """Torch negates a complex zero to either zero, depending on where it stands in a vector."""
+    leaf = torch._neg_view(torch.zeros(2, 17, dtype=torch.complex64))
+    whole = leaf.resolve_neg().view(torch.uint8)
+    snapshot = Packer("cpu").run(make_plan([leaf], [ColumnSpec(0, np.array([1, 0]), np.array([1, 1]))]), [leaf])
+    assert torch.equal(snapshot.column(0).view(torch.uint8), whole[[1, 0]])

@@ -14,6 +14,7 @@ from spanpack import (
     ClosedError,
     ColumnSpec,
     DeviceError,
+    InputError,
     Packer,
     Placement,
     Stats,
@@ -148,8 +149,14 @@ def test_closing_twice_is_harmless_and_packing_then_is_refused() -> None:
     assert packed.views()["b"]["x"].tolist() == [3]
     with pytest.raises(ClosedError, match="this packer was closed; make a new one"):
         packer.pack({"x": leaf}, BATCH)
-    with pytest.raises(ClosedError):
-        packer.run(plan, [leaf])
+    for call in (lambda: packer.run(plan, [leaf]), lambda: packer.reserve(1), packer.warmup):
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_an_unknown_transport_is_refused() -> None:
+    with pytest.raises(InputError, match="transport 'mapped'; choose 'auto' or 'copy'"):
+        Packer("cpu", transport="mapped")  # type: ignore[arg-type]
 
 
 def test_warming_up_and_reserving_need_no_gpu(packer: Packer) -> None:

@@ -159,6 +159,18 @@ def test_columns_that_do_not_fit_their_leaves(column: ColumnSpec, error: type[Ex
         make_plan(LEAVES, [column])
 
 
+@pytest.mark.parametrize("leaf", [-1, 2])
+def test_a_column_of_a_leaf_that_is_not_there(leaf: int) -> None:
+    with pytest.raises(PlacementError, match=f"leaf {leaf}, but there are 2 leaves"):
+        make_plan([torch.zeros(3), torch.zeros(3)], [rows(leaf, [0], [3])])
+
+
+def test_a_sparse_leaf_shares_no_column() -> None:
+    leaves = [torch.eye(4), torch.eye(4).to_sparse()]
+    with pytest.raises(LeafError, match=r"leaf 1 is float32\[4, 4\] with layout torch.sparse_coo"):
+        make_plan(leaves, [ColumnSpec.stack([0, 1], leaves)])
+
+
 def test_a_column_holds_leaves_of_one_side_only() -> None:
     leaves = [torch.zeros(2), torch.zeros(2, device="meta")]
     with pytest.raises(PlacementError, match="column 0 mixes leaves on the CPU and on a device"):

@@ -184,6 +184,11 @@ def test_dropping_the_object_ends_the_thread():
     assert threading.active_count() == before
 
 
+def test_a_replaced_thread_class_is_not_ours(thread, monkeypatch):
+    monkeypatch.setattr(threading, "Thread", None)
+    assert thread.submit(lambda: 7).result(SOON_S) == 7
+
+
 def test_ten_thousand_jobs_take_one_thread(thread):
     thread.submit(int).join(SOON_S)
     count = threading.active_count()

@@ -226,6 +226,20 @@ def test_what_is_missing_or_changed_is_named(engine, module, old, new, problem):
     assert caught.value.problems
 
 
+@pytest.mark.parametrize("value", [property(lambda runner: None), 3, len], ids=["property", "number", "builtin"])
+@pytest.mark.parametrize("name", ["sample_tokens", "_build_omni_model_runner_output_from_snapshot"])
+def test_what_is_no_function_any_more_is_named(engine, name, value):
+    runner_cls, worker_cls = engine.classes()
+    setattr(runner_cls, name, value)
+    with pytest.raises(UpstreamMismatch, match=f"{name} of the runner class is no longer a function"):
+        compat.resolve_classes(runner_cls, worker_cls, "0.99.1")
+
+
+@pytest.mark.parametrize(("version", "known"), [("0.30.0", True), ("0.30", True), ("0.300.1", False), ("0.3", False)])
+def test_known_versions(version, known):
+    assert compat.is_known_version(version) is known
+
+
 def test_every_problem_is_reported_at_once(engine):
     engine.replace("helpers", "def flatten_payload", "def a").replace("worker", "init_device", "b")
     with pytest.raises(UpstreamMismatch) as caught:

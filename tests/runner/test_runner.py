@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
+from contextlib import contextmanager
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,159 +18,30 @@ import torch
 
 pytest.importorskip("vllm_omni", reason="needs vllm-omni")
 
-from omni_runner import compat
 from omni_runner.async_output import PackedAsyncOutputMixin
-from omni_runner.demo.cpu_streams import StandInEvent, StandInStream
 from omni_runner.packed_path import NO_METADATA
 from omni_runner.runner import PackedGPUARModelRunner, path_of
 from omni_runner.warmup import reservations
-
-UPSTREAM = compat.resolve()
-STOCK = UPSTREAM.runner_cls
-MINOR = tuple(int(part) for part in UPSTREAM.version.split(".")[:2])
-
-REQUESTS = ["a", "b", "c", "d"]
-ROWS = [3, 1, 2, 1]
-TOKENS = sum(ROWS)
-PADDING = 2  # rows that a CUDA graph adds
-WIDTH = 8
+from tests.runner.step_rig import (
+    MINOR,
+    REQUESTS,
+    ROWS,
+    STOCK,
+    TOKENS,
+    UPSTREAM,
+    WIDTH,
+    assert_same,
+    install_stand_ins,
+    make_runner,
+    payload,
+    run,
+    sample,
+)
 
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "Event", StandInEvent)
-    monkeypatch.setattr(torch.cuda, "Event", StandInEvent)
-    monkeypatch.setattr(torch.cuda, "Stream", StandInStream)
-    monkeypatch.setattr(torch.cuda, "current_stream", StandInStream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    group = SimpleNamespace(world_size=1, is_last_rank=True)
-    monkeypatch.setattr(UPSTREAM.runner_module, "get_pp_group", lambda: group)
-
-
-def make_runner(
-    cls: type[Any],
-    *,
-    consumers: str = "abcd",
-    output_type: str = "latent",
-    sender: bool = True,
-    include_hidden: bool = True,
-    **model: Any,
-) -> Any:
-    """A runner without `__init__`, with what a step reads on it."""
-    runner = object.__new__(cls)
-    connector = {"name": "SharedMemoryConnector", "extra": {"role": "sender"}} if sender else None
-    config = SimpleNamespace(
-        engine_output_type=output_type,
-        async_chunk=True,
-        enable_return_routed_experts=False,
-        stage_connector_config=connector,
-        stage_id=0,
-        model_stage="thinker",
-        model="some/model",
-    )
-    index = {name: i for i, name in enumerate(REQUESTS)}
-    vars(runner).update(
-        vllm_config=SimpleNamespace(model_config=config),
-        model_config=config,
-        model=SimpleNamespace(
-            **{
-                "has_postprocess": False,
-                "use_async_omni_output": True,
-                "omni_pooler_payload_include_hidden": include_hidden,
-                **model,
-            }
-        ),
-        device=torch.device("cpu"),
-        requests={name: SimpleNamespace() for name in REQUESTS},
-        model_intermediate_buffer={name: {"omni_final_stage_id": int(name in consumers)} for name in REQUESTS},
-        omni_prefix_cache=None,
-        supports_mm_inputs=False,
-        use_async_scheduling=True,
-        speculative_config=None,
-        broadcast_pp_output=True,
-        kv_connector_output=None,
-        async_output_copy_stream=StandInStream(),
-        query_start_loc=SimpleNamespace(cpu=torch.tensor([0, *np.cumsum(ROWS)])),
-        input_batch=SimpleNamespace(
-            req_ids=list(REQUESTS),
-            req_id_to_index=index,
-            sampling_metadata=SimpleNamespace(no_penalties=True),
-            vocab_size=10,
-            set_async_sampled_token_ids=lambda tokens, event: None,
-        ),
-        _async_chunk=True,
-        _downstream_payload_cache={},
-        _pooler_payload_include_hidden_flag=include_hidden,
-        _omni_num_scheduled_tokens_np=np.array(ROWS, dtype=np.int32),
-        _sample=lambda logits, metadata: SimpleNamespace(
-            sampled_token_ids=torch.arange(len(REQUESTS))[:, None], logprobs_tensors=None
-        ),
-        _update_states_after_model_execute=lambda *_: None,
-        _bookkeeping_sync=lambda *_: (
-            {}, *([None] if MINOR >= (0, 28) else []), None, [[] for _ in REQUESTS], {}, list(REQUESTS), dict(index),
-            [1],
-        ),
-        _run_post_sample_talker_mtp=lambda **arguments: arguments["multimodal_outputs"],
-        eplb_step=lambda: None,
-        get_omni_connector_output=lambda: "connector",
-    )  # fmt: skip
-    return runner
-
-
-def payload(seed: int = 0) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Hidden rows with padding, and a payload with every kind of key."""
-    random = torch.Generator().manual_seed(seed)
-    rows = TOKENS + PADDING
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=random)
-
-    hidden = draw(rows, WIDTH)
-    hidden[TOKENS:] = float("nan")
-    return hidden, {
-        "hidden_states": {"layers": {0: draw(rows, WIDTH).bfloat16(), 24: draw(rows, WIDTH)}},
-        "embed": {"bos": [draw(1, 1, WIDTH)], "prefill": [draw(n, WIDTH) for n in ROWS]},
-        "codes": {"audio": torch.arange(TOKENS * 2).reshape(TOKENS, 2)},
-        "sr": [torch.tensor(24000)],
-        "meta": {"segment_end": [1, 0, 0, 1], "note": "dropped"},
-        "scale": 0.5,
-        "table": draw(3, 3),
-    }
-
-
-def sample(runner: Any, hidden: torch.Tensor, multimodal: Any, **state: Any) -> Any:
-    """One `sample_tokens` of the engine."""
-    scheduled = SimpleNamespace(
-        total_num_scheduled_tokens=TOKENS, num_scheduled_tokens=dict(zip(REQUESTS, ROWS, strict=True))
-    )
-    state_cls = UPSTREAM.runner_module.ExecuteModelState
-    fields = dict.fromkeys(state_cls._fields)
-    fields.update(scheduler_output=scheduled, hidden_states=hidden, multimodal_outputs=multimodal, **state)
-    runner.execute_model_state = state_cls(**fields)
-    return runner.sample_tokens(None)
-
-
-def run(runner: Any, hidden: torch.Tensor, multimodal: Any, **state: Any) -> dict[str, Any]:
-    return vars(sample(runner, hidden, multimodal, **state).get_output())
-
-
-def assert_same(actual: Any, expected: Any, where: str = "output") -> None:
-    assert type(actual) is type(expected), where
-    if isinstance(expected, dict):
-        assert list(actual) == list(expected), where
-        for key in expected:
-            assert_same(actual[key], expected[key], f"{where}.{key}")
-    elif isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected), where
-        for i, (left, right) in enumerate(zip(actual, expected, strict=True)):
-            assert_same(left, right, f"{where}[{i}]")
-    elif isinstance(expected, torch.Tensor):
-        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), where
-        left, right = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (actual, expected))
-        assert torch.equal(left, right), where
-    else:
-        assert actual == expected, where
+    install_stand_ins(monkeypatch)
 
 
 class PrefixCache:
@@ -358,7 +230,6 @@ def test_who_does_what_on_which_thread():
         return lambda *_, **__: events.append((event, threading.current_thread().name)) or result
 
     runner.get_omni_connector_output = note("connector", "signals")
-    path_of(runner)._channels = None
     output = sample(runner, *payload())
     assert output.get_output().omni_connector_output == "signals"
     drained_by = "omni-runner-builder" if UPSTREAM.drains_connector_in_builder else main
@@ -406,6 +277,16 @@ def test_what_columns_do_not_cover_is_packed_whole():
         assert_same(run(packed, hidden, multimodal), run(stock, hidden, multimodal))
     assert sum(packed.omni_runner_stats().mirror.values()) == 2
     assert packed.omni_runner_stats().pack.packs == 2
+
+
+def test_what_cannot_be_packed_at_all_is_left_to_the_engine_with_the_reason(messages):
+    hidden, multimodal = payload()
+    multimodal["odd"] = MappingProxyType({"a": torch.ones(2)})
+    packed = make_runner(PackedGPUARModelRunner)
+    for _ in range(2):
+        assert_same(run(packed, hidden, multimodal), run(make_runner(STOCK), hidden, multimodal))
+    assert packed.omni_runner_stats().stock == {"a container of type Mapping": 2}
+    assert len(messages) == 1
 
 
 def test_accumulated_payloads_go_through_the_engines_builder():
@@ -495,6 +376,27 @@ def test_a_trace_is_recorded(monkeypatch, tmp_path):
     assert runner.omni_runner_stats().columns == 3
 
 
+def test_a_trace_that_cannot_be_recorded_costs_no_step(monkeypatch, tmp_path, messages):
+    monkeypatch.setenv("OMNI_RUNNER_TRACE", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "omni_runner.trace_record", None)  # as without safetensors
+    runner = make_runner(PackedGPUARModelRunner)
+    for seed in range(2):
+        assert_same(run(runner, *payload(seed)), run(make_runner(STOCK), *payload(seed)))
+    assert runner.omni_runner_stats().columns == 2
+    assert ["no trace" in message for message in messages] == [True]
+
+
+def test_the_engine_shuts_down_even_if_we_cannot(monkeypatch, messages):
+    done: list[str] = []
+    monkeypatch.setattr(STOCK, "shutdown", lambda self: done.append("engine"))
+    runner = make_runner(PackedGPUARModelRunner)
+    run(runner, *payload())
+    monkeypatch.setattr(path_of(runner), "close", lambda: 1 / 0)
+    runner.shutdown()
+    assert done == ["engine"]
+    assert len(messages) == 1
+
+
 def test_shutdown_finishes_what_is_in_flight(monkeypatch):
     monkeypatch.setattr(STOCK, "shutdown", lambda self: None)
     runner = make_runner(PackedGPUARModelRunner)
@@ -518,3 +420,20 @@ def test_a_thousand_steps_take_one_thread():
         assert threading.active_count() <= count
         output.get_output()
     assert runner.omni_runner_stats().columns == 1001
+
+
+def test_a_replaced_snapshot_helper_is_used(monkeypatch):
+    """Whoever puts a function of their own in its place, a test or another plugin, wants it called."""
+    called = []
+    module = sys.modules[STOCK.__module__]
+    helper = module._snapshot_tensor_payload_to_cpu_async
+
+    def replacement(value, **options):
+        called.append(options)
+        return helper(value, **options)
+
+    monkeypatch.setattr(module, "_snapshot_tensor_payload_to_cpu_async", replacement)
+    runner = make_runner(PackedGPUARModelRunner)
+    run(runner, *payload())
+    assert len(called) == 1
+    assert sum(runner.omni_runner_stats().stock.values()) == 1

@@ -57,6 +57,11 @@ def test_bad_values_are_named(name: str, text: str) -> None:
     assert isinstance(caught.value, ValueError)
 
 
+def test_a_home_directory_that_is_not_there_is_named() -> None:
+    with pytest.raises(SettingsError, match="OMNI_RUNNER_TRACE='~nobody-here/traces'"):
+        Settings.from_env({"OMNI_RUNNER_TRACE": "~nobody-here/traces"})
+
+
 def test_misspelt_variables_are_found() -> None:
     assert unknown_variables({"OMNI_RUNNER": "1", "OMNI_RUNNER_STRCT": "1", "PATH": ""}) == ["OMNI_RUNNER_STRCT"]
 

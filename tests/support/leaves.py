@@ -49,8 +49,8 @@ def _pool(device: str, kind: str) -> Tensor:
     drawn = torch.randint(0, 256, (_POOL_BYTES,), generator=torch.Generator().manual_seed(11), dtype=torch.uint8)
     if kind == "bool":
         drawn &= 1
-    elif kind == "finite":  # small numbers in any of float32 and float64
-        drawn = (drawn[: _POOL_BYTES // 8].double() - 100).view(torch.uint8)
+    elif kind == "finite":  # neither NaN nor zero, read as a floating-point number of any width
+        drawn = (drawn & 0x87) | 0x38
     return drawn.to(device)
 
 
@@ -173,7 +173,7 @@ class LeafRecipe:
     seed: int
 
     def make(self, device: str = "cpu") -> Tensor:
-        # Negating may turn one NaN into another, so lazily negated elements are numbers.
+        # Negating may turn one NaN into another, and a complex zero into either zero, depending on where it stands.
         kind = "finite" if self.layout in ("negated", "conjugated") else "bool" if self.dtype == torch.bool else "any"
         tensor = LAYOUTS[self.layout](lambda count: _elements(count, self.dtype, self.seed, device, kind), self.shape)
         assert (tensor.shape, tensor.dtype) == (self.shape, self.dtype)

@@ -94,12 +94,12 @@ class Case:
         """What one request gets of one node."""
         tensors = [recipe.make() for recipe in place.recipes]
         if place.placement is Placement.PER_TOKEN:
-            return _own(tensors[0][self.starts[index] : self.starts[index] + self.rows[index]])
+            return _own(tensors[0])[self.starts[index] : self.starts[index] + self.rows[index]]
         if place.placement is Placement.PER_REQUEST:
             return _own(tensors[index])
         if isinstance(place.placement, RowMap):
             span = place.placement.rows.get(self.request_ids[index])
-            return None if span is None else _own(tensors[0][span[0] : span[0] + span[1]])
+            return None if span is None else _own(tensors[0])[span[0] : span[0] + span[1]]
         return [_own(tensor) for tensor in tensors] if place.is_list else _own(tensors[0])
 
 
