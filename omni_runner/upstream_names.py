@@ -90,7 +90,7 @@ NAMES: tuple[UpstreamName, ...] = (
     UpstreamName(name="_resolve_sparse_mm_routing", holder=RUNNER, seen_in=("0.24", "0.26"), required=False),
     # Helpers that we call.
     UpstreamName(name="record_function_or_nullcontext", holder=SNAPSHOT),
-    UpstreamName(name="_snapshot_tensor_payload_to_cpu_async", holder=SNAPSHOT, required=False),
+    UpstreamName(name="_snapshot_tensor_payload_to_cpu_async", holder=SNAPSHOT),
     UpstreamName(name="flatten_payload", holder=BUILDER),
     UpstreamName(name="partition_payload_list", holder=BUILDER),
     UpstreamName(name="_ensure_tensor_values", holder="_build_multimodal_outputs"),

@@ -54,6 +54,7 @@ class OmniAsyncGPUModelRunnerOutput(AsyncGPUModelRunnerOutput):
 
 HELPERS = """
 def record_function_or_nullcontext(name): ...
+def _snapshot_tensor_payload_to_cpu_async(value): ...
 def flatten_payload(payload): return "flat"
 def _ensure_tensor_values(payload): return "tensors"
 def resolve_sparse_mm_routing(*, engine_output_type, req_ids_output_copy, downstream_req_ids, multimodal_outputs):
