@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from .columns import Int64Array
 from .errors import BatchError
+
+_MOST_ROWS = 1 << 48  # more than memory can hold; sums of row numbers stay far from overflowing
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -83,21 +86,39 @@ class Batch:
         consumers: Iterable[str] | None = None,
         per_token_rows: int | Iterable[int] | None = None,
     ) -> None:
-        ids = tuple(request_ids)
+        ids = _names("request_ids", request_ids)
         if isinstance(num_scheduled_tokens, Mapping):
             num_scheduled_tokens = _in_order(ids, num_scheduled_tokens)
         if per_token_rows is not None:
-            if isinstance(per_token_rows, (int, np.integer)):
-                per_token_rows = (int(per_token_rows),)
-            per_token_rows = tuple(per_token_rows)
+            per_token_rows = _row_counts(per_token_rows)
         # Checked once: equal batches share their spans, which also makes those a cheap key for plans.
         self.spans: Spans = _check(
             ids,
             _freeze("num_scheduled_tokens", num_scheduled_tokens),
             None if query_start_loc is None else _freeze("query_start_loc", query_start_loc, len(ids) + 1),
-            None if consumers is None else tuple(consumers),
+            None if consumers is None else _names("consumers", consumers),
             per_token_rows,
         )
+
+
+def _names(name: str, values: Any) -> tuple[str, ...]:
+    try:
+        names = tuple(values)
+        hash(names)
+    except TypeError as error:
+        raise BatchError(f"{name} must be a sequence of request ids, given: {values!r:.80}") from error
+    return names
+
+
+def _row_counts(values: Any) -> tuple[int, ...]:
+    try:
+        return (operator.index(values),)
+    except TypeError:
+        pass
+    try:
+        return tuple(map(operator.index, values))
+    except TypeError as error:
+        raise BatchError(f"per_token_rows must be an integer or several, given: {values!r:.80}") from error
 
 
 def _in_order(ids: tuple[str, ...], counts: Mapping[str, int]) -> list[int]:
@@ -107,7 +128,7 @@ def _in_order(ids: tuple[str, ...], counts: Mapping[str, int]) -> list[int]:
     return [counts[request] for request in ids]
 
 
-_Frozen = tuple[Any, ...]  # (bytes, dtype) of an array, or the numbers themselves
+_Frozen = tuple[bytes, np.dtype[Any]]  # an array of one dimension, as a key
 
 
 def _freeze(name: str, values: Any, limit: int | None = None) -> _Frozen:
@@ -118,23 +139,23 @@ def _freeze(name: str, values: Any, limit: int | None = None) -> _Frozen:
                 f"{name} is a tensor on {values.device}; reading it would stall the device. "
                 "Give the host copy that the scheduler has"
             )
-        values = values.numpy()
+        values = values.detach()
     if not isinstance(values, np.ndarray):
-        return tuple(values[:limit])
-    if values.ndim != 1:
+        try:
+            values = np.asarray(values)
+        except (TypeError, ValueError, RuntimeError) as error:  # ragged, sparse, of a dtype that NumPy lacks
+            raise BatchError(f"{name} must be a flat sequence of integers, given a {type(values).__name__}") from error
+    if values.ndim != 1 or values.dtype.hasobject:
         raise BatchError(f"{name} must be a flat sequence of integers, given: {values.dtype}{list(values.shape)}")
     return values[:limit].tobytes(), values.dtype
 
 
 def _thaw(name: str, frozen: _Frozen) -> Int64Array:
-    if len(frozen) == 2 and isinstance(frozen[0], bytes):
-        if frozen[1].hasobject:
-            raise BatchError(f"{name} must be integers, given an array of objects")
-        array: np.ndarray[Any, Any] = np.frombuffer(frozen[0], dtype=frozen[1])
-    else:
-        array = np.asarray(frozen)
+    array: np.ndarray[Any, Any] = np.frombuffer(*frozen)
     if array.size and not np.issubdtype(array.dtype, np.integer):
         raise BatchError(f"{name} must be integers, given: {array.dtype}{list(array.shape)}")
+    if array.size and max(abs(int(array.min())), abs(int(array.max()))) >= _MOST_ROWS:
+        raise BatchError(f"{name} has numbers of {_MOST_ROWS} and more; no tensor has so many rows")
     return array.astype(np.int64)
 
 
@@ -205,8 +226,10 @@ def _check_consumers(
         return tuple(range(len(ids)))
     for request in consumers:
         if request not in position:
-            raise BatchError(f"consumer {request!r} is not a request of this batch of {len(ids)}")
+            raise BatchError(
+                f"consumer {request!r} is not one of the {len(ids)} request_ids; name requests of this batch"
+            )
     if len(set(consumers)) != len(consumers):
         twice = next(request for request in consumers if consumers.count(request) > 1)
-        raise BatchError(f"consumer {twice!r} is named twice")
+        raise BatchError(f"consumer {twice!r} is named twice; name each once")
     return tuple(sorted(position[request] for request in consumers))

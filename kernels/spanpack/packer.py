@@ -99,6 +99,11 @@ class Packer:
     ) -> None:
         if transport not in ("auto", "copy"):
             raise InputError(f"transport {transport!r}; choose 'auto' or 'copy'")
+        if pinned_budget_bytes < 0 or slabs_per_class < 1:
+            raise InputError(
+                f"pinned_budget_bytes={pinned_budget_bytes}, slabs_per_class={slabs_per_class}; "
+                "expected at least 0 bytes and 1 slab"
+            )
         self.device = _resolve_device(device)
         self._fallbacks = Fallbacks()
         self._use_triton = _resolve_backend(backend, self.device, self._fallbacks)
@@ -315,7 +320,10 @@ class Packer:
 def _resolve_device(device: torch.device | str | int | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    try:
+        resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(f"device {device!r} is none that torch knows; give e.g. 'cuda:0' or 'cpu'") from error
     if resolved.type == "cuda":
         if not torch.cuda.is_available():
             raise DeviceError(f"device {str(device)!r}, but torch sees no CUDA or ROCm device")

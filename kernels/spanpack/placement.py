@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -45,8 +47,14 @@ class RowMap:
     key: tuple[tuple[str, int, int], ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", dict(self.rows))  # the caller's may change
-        object.__setattr__(self, "key", tuple((name, *span) for name, span in self.rows.items()))
+        try:
+            rows = {name: (operator.index(start), operator.index(count)) for name, (start, count) in self.rows.items()}
+        except (TypeError, ValueError, AttributeError) as error:
+            raise PlacementError(
+                f"a RowMap maps request ids to (first row, number of rows), given: {self.rows!r:.80}"
+            ) from error
+        object.__setattr__(self, "rows", MappingProxyType(rows))  # the caller's may change
+        object.__setattr__(self, "key", tuple((name, *span) for name, span in rows.items()))
 
     def __hash__(self) -> int:
         return hash(self.key)

@@ -19,6 +19,7 @@ from .plan import Column, Plan, Route
 from .signature import make_signature
 from .tiles import DESTINATION, LEAF, LENGTH, ROW_BYTES, ROW_STRIDE, SOURCE
 
+_MOST_ROWS = 1 << 48  # sums of larger row numbers could overflow
 ALIGNMENT_BYTES = 16  # of every column in the slab: one vector load or store of a GPU lane
 
 
@@ -131,6 +132,7 @@ class _Planner:
                 rows=tuple(spec.rows.tolist()),
                 total_rows=int(spec.rows.sum()),
                 lowest=int(min(spec.starts.min(), spec.rows.min())),
+                highest=int(max(spec.starts.max(), spec.rows.max())),
                 end=int((spec.starts + spec.rows).max()),
                 merged=merge_pieces(spec) if isinstance(spec.leaves, int) else None,
             )
@@ -151,7 +153,11 @@ class _Planner:
                 )
             if (tensor.dim() == 0) != spec.scalar:
                 raise PlacementError(f"column {index}: leaf {leaf} is {_kind(tensor)}, but scalar={spec.scalar}")
-        if facts.lowest < 0 or facts.end > min(_row_count(self.leaves[leaf]) for leaf in spec.leaf_set):
+        if (
+            facts.lowest < 0
+            or facts.highest > _MOST_ROWS
+            or facts.end > min(_row_count(self.leaves[leaf]) for leaf in spec.leaf_set)
+        ):
             self._check_pieces(index, spec)
 
     def _check_pieces(self, index: int, spec: ColumnSpec) -> None:
@@ -216,6 +222,7 @@ class _SpanFacts(NamedTuple):
     rows: tuple[int, ...]
     total_rows: int
     lowest: int  # of all starts and row counts
+    highest: int
     end: int
     merged: Pieces | None
 

@@ -113,7 +113,7 @@ class Snapshot:
             self._bytes()  # raises after release()
             return self._opaque[column.opaque]
         if not column.nbytes:
-            return torch.empty(column.shape, dtype=column.dtype)
+            return torch.empty(column.shape, dtype=column.dtype, device="cpu")
         count = column.nbytes // column.dtype.itemsize
         flat = torch.frombuffer(self._bytes(), dtype=column.dtype, count=count, offset=column.offset_bytes)
         return flat.view(column.shape)
@@ -153,7 +153,7 @@ class Snapshot:
                 flat = torch.frombuffer(lease, dtype=dtype, count=rows * row_items, offset=offset)
                 found.append(flat.view(shape))
             else:
-                found.append(torch.empty(shape, dtype=dtype))
+                found.append(torch.empty(shape, dtype=dtype, device="cpu"))
             offset += rows * row_items * dtype.itemsize
         return found
 

@@ -9,11 +9,14 @@ same places, which is what makes a plan reusable.
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 from torch import Tensor
+
+from .errors import LeafError
 
 TreeSpec = tuple[Any, ...]  # flat, in walking order: LEAF, VALUE or (kind, *description) followed by the children
 
@@ -89,7 +92,7 @@ def _describe_other(node: Any) -> tuple[tuple[Any, ...], Sequence[Any]] | None:
     if isinstance(node, list):
         return (list, len(node)), node
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        names = tuple(field.name for field in dataclasses.fields(node) if field.init)
+        names = tuple(field.name for field in dataclasses.fields(node))
         return (type(node), names, "dataclass"), [getattr(node, name) for name in names]
     return None
 
@@ -99,8 +102,10 @@ def _copy_value(value: Any) -> Any:
         return value.copy()
     if isinstance(value, bytearray):
         return bytearray(value)
-    if isinstance(value, set):
-        return set(value)
+    if isinstance(value, (set, frozenset, deque)):
+        if any(isinstance(item, Tensor) for item in value):
+            raise LeafError(f"the payload holds a {type(value).__name__} of tensors; give a list or a tuple instead")
+        return value.copy()
     return value
 
 
@@ -124,7 +129,10 @@ def _build(tokens: Iterator[Any], leaves: Iterator[Any], values: Iterator[Any]) 
     if kind is dict or kind is Mapping:
         return {key: _build(tokens, leaves, values) for key in described}
     if more and more[0] == "dataclass":
-        return kind(**{name: _build(tokens, leaves, values) for name in described})
+        made = object.__new__(kind)  # its fields as they were, without what __init__ would make of them
+        for name in described:
+            object.__setattr__(made, name, _build(tokens, leaves, values))
+        return made
     children = [_build(tokens, leaves, values) for _ in range(described)]
     if kind is list:
         return children

@@ -1,0 +1,111 @@
+"""Input that is wrong in unusual ways: an error of our own, and never a wrong byte."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spanpack import (
+    Batch,
+    BatchError,
+    ColumnSpec,
+    DeviceError,
+    InputError,
+    LeafError,
+    Packer,
+    PlacementError,
+    RowMap,
+    make_plan,
+)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [None, 3, [[4], [2]], [(4,), (2,)], [4.0, 2.0], torch.ones(2), [4, 2**63 - 4], [4, 1 << 48], [1, [2]]],
+    ids=["none", "number", "nested", "tuples", "floats", "float tensor", "overflow", "huge", "ragged"],
+)
+def test_counts_that_are_no_row_counts(counts: Any) -> None:
+    with pytest.raises(BatchError, match="num_scheduled_tokens"):
+        Batch(["a", "b"], counts)
+
+
+def test_starts_that_would_overflow_never_reach_the_kernel() -> None:
+    with pytest.raises(BatchError, match="query_start_loc"):
+        Batch(["a", "b"], [4, 2], [0, 2**63 - 2], per_token_rows=6)
+    leaf = torch.zeros(6, 4)
+    with pytest.raises(PlacementError, match="piece 0"):
+        make_plan([leaf], [ColumnSpec(0, np.array([2**63 - 2]), np.array([2]))])
+
+
+@pytest.mark.parametrize("rows", [6.0, "6", [6, None]], ids=["float", "text", "none among them"])
+def test_per_token_rows_that_are_no_integers(rows: Any) -> None:
+    with pytest.raises(BatchError, match="per_token_rows"):
+        Batch(["a"], [1], per_token_rows=rows)
+
+
+@pytest.mark.parametrize("given", [{"request_ids": None}, {"consumers": 3}, {"request_ids": [["a"]]}])
+def test_names_that_are_no_sequence_of_ids(given: dict[str, Any]) -> None:
+    with pytest.raises(BatchError, match=next(iter(given))):
+        Batch(**{"request_ids": ["a"], "num_scheduled_tokens": [1], **given})
+
+
+def test_counts_in_a_list_of_tensors_are_read_anew() -> None:
+    numbers = torch.tensor([4, 2])
+    first = Batch(["a", "b"], list(numbers.unbind()), per_token_rows=8)
+    numbers += 1
+    assert Batch(["a", "b"], list(numbers.unbind()), per_token_rows=8).spans.rows.tolist() == [5, 3]
+    assert first.spans.rows.tolist() == [4, 2]
+
+
+@pytest.mark.parametrize("rows", [{"a": (0, 2.5)}, {"a": 3}, {"a": (0, 1, 2)}, None], ids=str)
+def test_row_maps_of_other_things(rows: Any) -> None:
+    with pytest.raises(PlacementError, match="RowMap maps request ids"):
+        RowMap(rows)
+
+
+@pytest.mark.parametrize("device", ["bogus", -1, object()], ids=["name", "number", "object"])
+def test_devices_that_torch_does_not_know(device: Any) -> None:
+    with pytest.raises(DeviceError):
+        Packer(device)
+
+
+@pytest.mark.parametrize("options", [{"pinned_budget_bytes": -1}, {"slabs_per_class": 0}, {"transport": "x"}], ids=str)
+def test_options_that_mean_nothing(options: Any) -> None:
+    with pytest.raises(InputError, match=next(iter(options))):
+        Packer("cpu", **options)
+
+
+@dataclasses.dataclass
+class Doubles:
+    """Would change its tensors if it were made through its constructor."""
+
+    rows: torch.Tensor
+    derived: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = self.rows * 2
+        self.derived = self.rows + 1
+
+
+def test_dataclasses_come_back_as_they_were() -> None:
+    given = Doubles(torch.arange(3.0))
+    found = Packer("cpu").pack(given, Batch(["a"], [3])).views()["a"]
+    assert torch.equal(found.rows, given.rows)
+    assert torch.equal(found.derived, given.derived)
+
+
+@pytest.mark.parametrize("kind", [deque, set, frozenset])
+def test_containers_that_would_be_kept_by_reference(kind: Any) -> None:
+    with pytest.raises(LeafError, match=kind.__name__):
+        Packer("cpu").pack({"x": kind([torch.zeros(2)])}, Batch(["a"], [2]))
+
+
+def test_empty_views_stay_on_the_host_whatever_the_default_device() -> None:
+    tree = Packer("cpu").pack({"x": torch.zeros(0, 3)}, Batch(["a"], [0]))
+    with torch.device("meta"):
+        assert tree.views()["a"]["x"].device.type == "cpu"
