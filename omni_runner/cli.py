@@ -145,6 +145,8 @@ def replay(argv: Sequence[str]) -> int:
     parser.add_argument("--backend", choices=("auto", "triton", "torch"), default="auto", help="what packs")
     parser.add_argument("--passes", type=int, default=20, help="timed passes over the trace (default: 20)")
     args = parser.parse_args(argv)
+    if args.passes < 0:
+        parser.error("--passes: expected a whole number, 0 or greater")
 
     import spanpack  # noqa: PLC0415  torch, and safetensors for the traces
     from omni_runner.demo.report import traces_report  # noqa: PLC0415
@@ -156,20 +158,29 @@ def replay(argv: Sequence[str]) -> int:
     device = args.device or default_device()
     try:
         packer = spanpack.Packer(device, backend=args.backend)
+    except (AssertionError, RuntimeError, spanpack.SpanpackError) as error:  # torch's own for a device it can't make
+        print(f"omni-runner replay: cannot pack on {device}: {str(error).partition(chr(10))[0]}", file=sys.stderr)
+        return 2
+    try:
         traces = [load_trace(path, device) for path in args.trace]
-    except (TraceError, spanpack.SpanpackError) as error:
+        results = [replay_trace(trace, packer, timed_passes=args.passes) for trace in traces]
+    except TraceError as error:
         print(f"omni-runner replay: {error}", file=sys.stderr)
         return 2
-    results = [replay_trace(trace, packer, timed_passes=max(args.passes, 0)) for trace in traces]
     packer.close()
     print(f"{results[0].backend} on {results[0].device}")
     print(traces_report([(path.stem, result) for path, result in zip(args.trace, results, strict=True)]))
     for path, result in zip(args.trace, results, strict=True):
         print(
-            f"{path.stem}: p50 of a step: pack call {result.host_us:.0f} us, "
-            f"bytes on the host {result.landed_us:.0f} us, payloads ready {result.ready_us:.0f} us"
+            f"{path.stem}: p50 of a step: pack call {_microseconds(result.host_us)}, "
+            f"bytes on the host {_microseconds(result.landed_us)}, payloads ready {_microseconds(result.ready_us)}"
         )
     return 0 if all(result.identical for result in results) else 1
+
+
+def _microseconds(duration_us: float) -> str:
+    """A duration, "-" where nothing was timed."""
+    return f"{duration_us:.0f} us" if duration_us else "-"
 
 
 if __name__ == "__main__":

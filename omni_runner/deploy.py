@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from omni_runner.eligibility import StageFacts, reasons_against
+from omni_runner.errors import SettingsError
 from omni_runner.pipelines import EngineSource, Pipeline, PipelineStage
 from omni_runner.platforms import PACKED_AR_WORKER
 
@@ -15,6 +16,7 @@ from omni_runner.platforms import PACKED_AR_WORKER
 _NESTED = ("engine_args", "engine_extras")
 # What a deploy YAML holds besides settings for all stages.
 _SECTIONS = ("stages", "platforms", "connectors")
+_KINDS: dict[type[Any], str] = {dict: "mapping", list: "list", str: "text"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,37 @@ class StageVerdict:
     packed: bool
     why: tuple[str, ...]
     is_mistake: bool = False
+
+
+def check_form(deploy: Any) -> None:
+    """See that what is read here of a deploy YAML is of the expected form.
+
+    Raises
+    ------
+    SettingsError
+        It is not; the message names the entry.
+    """
+    entries = _expect(deploy, "the document", dict)
+    _expect(entries.get("pipeline"), "pipeline", str)
+    _check_stages(entries, "stages")
+    for name, section in _expect(entries.get("platforms"), "platforms", dict).items():
+        _check_stages(_expect(section, f"platforms.{name}", dict), f"platforms.{name}.stages")
+
+
+def _check_stages(section: dict[str, Any], where: str) -> None:
+    for number, entry in enumerate(_expect(section.get("stages"), where, list)):
+        stage = _expect(entry, f"{where}[{number}]", dict)
+        if not str(stage.get("stage_id")).isdecimal():
+            raise SettingsError(f"{where}[{number}].stage_id is not a number: {stage.get('stage_id')!r}")
+        for name in _NESTED:
+            _expect(stage.get(name), f"{where}[{number}].{name}", dict)
+
+
+def _expect(value: Any, where: str, kind: type[Any]) -> Any:
+    """The value, an empty one for None."""
+    if value is not None and not isinstance(value, kind):
+        raise SettingsError(f"{where} is not a {_KINDS[kind]}: {value!r}")
+    return kind() if value is None else value
 
 
 def find_pipeline(

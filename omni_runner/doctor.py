@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from omni_runner import compat
-from omni_runner.deploy import EngineTraits, StageVerdict, find_pipeline, judge_stages
+from omni_runner.deploy import EngineTraits, StageVerdict, check_form, find_pipeline, judge_stages
 from omni_runner.eligibility import prefix_cache_excludes_async
 from omni_runner.errors import SettingsError
 from omni_runner.pipelines import EngineSource
@@ -129,7 +129,7 @@ def examine(deploy: Path | None = None, pipeline: str | None = None) -> Report:
         The deploy YAML is not there or can't be read, or there is no such pipeline.
     """
     if deploy is not None and not deploy.is_file():
-        raise SettingsError(f"there is no file {deploy}")
+        raise SettingsError(f"{deploy} is a folder" if deploy.is_dir() else f"there is no file {deploy}")
     if pipeline is not None and deploy is None:
         raise SettingsError("--pipeline goes with --deploy")
     report = Report(versions=versions(), machine=machine())
@@ -253,15 +253,20 @@ def _examine_deployment(report: Report, path: Path, wanted: str | None, runner_c
     )
 
     try:
-        load_deploy_config(path)  # for what the engine itself objects to
         deploy = resolve_deploy_yaml(path)
+        check_form(deploy)
+        load_deploy_config(path)  # for what the engine itself objects to
+    except SettingsError as error:
+        raise SettingsError(f"{path}: {error}") from error
     except Exception as error:
-        raise SettingsError(f"the engine cannot read {path} ({_one_line(error)})") from error
+        raise SettingsError(f"the engine cannot read {path} ({_yaml_problem(error)})") from error
     source = EngineSource(_package_folder("vllm_omni"))
     pipelines = source.pipelines()
     pipeline = find_pipeline(pipelines, deploy, path, wanted)
     if wanted is not None and pipeline is None:
         raise SettingsError(f"vllm-omni has no pipeline {wanted}; it has {', '.join(sorted(pipelines))}")
+    if pipeline is None and not deploy.get("stages"):
+        raise SettingsError(f"{path} has no stages, and which pipeline it is for is not known: --pipeline NAME says so")
     if pipeline is None:
         report.warnings.append("which stages are AR stages is not known: --pipeline NAME says so")
     traits = EngineTraits(
@@ -278,6 +283,15 @@ def _package_folder(name: str) -> Path:
     assert spec is not None
     assert spec.origin is not None
     return Path(spec.origin).parent
+
+
+def _yaml_problem(error: Exception) -> str:
+    """What the engine says of a YAML, with the line if it is the syntax."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is not None:
+        return f"line {mark.line + 1}: {getattr(error, 'problem', None) or _one_line(error)}"
+    wrong_form = isinstance(error, AttributeError | TypeError)
+    return f"not the form of a deploy YAML: {_one_line(error)}" if wrong_form else _one_line(error)
 
 
 def _one_line(error: Exception) -> str:

@@ -7,6 +7,7 @@ docs/traces.md describes every field. Nothing here needs vLLM or a GPU.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,9 @@ _TREE_FIELDS = ("hidden_states", "staged_hidden_states_cpu", "multimodal_outputs
 # say) is given back contiguous instead: the recorded offsets are untrusted input.
 _MAX_BLOCK_FACTOR = 8
 _MAX_BLOCK_SLACK_BYTES = 64 << 20
+# Payloads nest three or four deep; walking a tree takes some stack for each level.
+_MAX_DEPTH = 32
+_MAX_ROWS = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def trace_files(path: str | Path) -> tuple[Path, Path]:
     base = Path(path)
     if base.suffix in (".json", ".safetensors"):
         base = base.with_suffix("")
-    return base.with_name(base.name + ".json"), base.with_name(base.name + ".safetensors")
+    return base.parent / f"{base.name}.json", base.parent / f"{base.name}.safetensors"
 
 
 def load_trace(path: str | Path, device: torch.device | str = "cpu") -> Trace:
@@ -110,7 +114,8 @@ def load_trace(path: str | Path, device: torch.device | str = "cpu") -> Trace:
     Raises
     ------
     TraceError
-        A file is missing, unreadable or truncated, has another format, or names a tensor that is not there.
+        A file is missing, unreadable or truncated, has another format, names a tensor that is not there, or holds
+        no steps or one that contradicts itself.
     """
     json_file, tensor_file = trace_files(path)
     document = _read_document(json_file)
@@ -128,7 +133,7 @@ def _read_document(file: Path) -> dict[str, Any]:
         document = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise TraceError(f"cannot read trace {file}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise TraceError(f"{file} is not JSON ({error}); is it the .json file of a trace, and complete?") from error
     if not isinstance(document, dict) or "format" not in document:
         raise TraceError(f"{file} has no field 'format': not a trace")
@@ -136,6 +141,8 @@ def _read_document(file: Path) -> dict[str, Any]:
         raise TraceError(f"{file} has format {document['format']!r}, this version reads format {FORMAT}")
     if not isinstance(document.get("steps"), list):
         raise TraceError(f"{file} has no list 'steps': not a complete trace")
+    if not document["steps"]:
+        raise TraceError(f"{file} has no steps")
     return document
 
 
@@ -157,23 +164,39 @@ def _blame(where: str) -> Iterator[None]:
         raise TraceError(f"{where}: {error}") from error
     except KeyError as error:
         raise TraceError(f"{where}: field {error} is missing") from error
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise TraceError(f"{where}: malformed ({error})") from error
+    except (AttributeError, IndexError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise TraceError(f"{where}: malformed ({str(error).partition(chr(10))[0]})") from error
 
 
 def _build_step(raw: Mapping[str, Any], builder: _TreeBuilder) -> TraceStep:
     builder.collect_blocks([raw[name] for name in _TREE_FIELDS])
     step = TraceStep(
-        request_ids=tuple(raw["request_ids"]),
+        request_ids=_ids(raw, "request_ids"),
         num_scheduled_tokens=tuple(int(rows) for rows in raw["num_scheduled_tokens"]),
         query_start_loc=tuple(int(start) for start in raw["query_start_loc"]),
-        needs_payload=tuple(raw["needs_payload"]),
+        needs_payload=_ids(raw, "needs_payload"),
         include_hidden=bool(raw["include_hidden"]),
         time_s=float(raw.get("time_s", 0.0)),
         use_async_omni_output=bool(raw.get("use_async_omni_output", True)),
         elements=None if raw.get("elements") is None else tuple(int(place) for place in raw["elements"]),
         **{name: builder.build(raw[name]) for name in _TREE_FIELDS},
     )
+    _check_requests(step)
+    _check_rows(step)
+    return step
+
+
+def _ids(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    ids = raw[name]
+    if not isinstance(ids, list) or not all(isinstance(request, str) for request in ids):
+        raise TraceError(f"{name} is not a list of texts")
+    repeated = next((request for place, request in enumerate(ids) if request in ids[:place]), None)
+    if repeated is not None:
+        raise TraceError(f"{name} names {repeated!r} twice")
+    return tuple(ids)
+
+
+def _check_requests(step: TraceStep) -> None:
     requests = len(step.request_ids)
     if len(step.num_scheduled_tokens) != requests or len(step.query_start_loc) < requests + 1:
         raise TraceError(
@@ -185,7 +208,27 @@ def _build_step(raw: Mapping[str, Any], builder: _TreeBuilder) -> TraceStep:
         raise TraceError(f"needs_payload names {unknown[0]!r}, which is not in the batch")
     if step.elements is not None and len(step.elements) != len(step.needs_payload):
         raise TraceError(f"{len(step.elements)} elements for {len(step.needs_payload)} requests in needs_payload")
-    return step
+    if any(not 0 <= place < _MAX_ROWS for place in step.elements or ()):
+        raise TraceError(f"elements {list(step.elements or ())} are not all places in a list")
+
+
+def _check_rows(step: TraceStep) -> None:
+    """The counts and start locations fit together, and the hidden rows, if there are any."""
+    counts, hidden = step.num_scheduled_tokens, step.hidden_states
+    if any(count < 0 for count in counts):
+        raise TraceError(f"num_scheduled_tokens has the negative count {min(counts)}")
+    starts = tuple(itertools.accumulate(counts, initial=0))
+    if step.query_start_loc[: len(starts)] != starts:
+        raise TraceError("query_start_loc is not the running sum of num_scheduled_tokens")
+    for name in ("hidden_states", "staged_hidden_states_cpu"):
+        value = getattr(step, name)
+        if value is not None and not (isinstance(value, Tensor) and value.dim()):
+            raise TraceError(f"{name} is not a tensor with rows")
+    if not isinstance(step.multimodal_outputs, dict | None):
+        raise TraceError(f"multimodal_outputs is a {type(step.multimodal_outputs).__name__}, not a dict")
+    rows = hidden.shape[0] if hidden is not None and step.include_hidden else _MAX_ROWS
+    if starts[-1] > rows:
+        raise TraceError(f"num_scheduled_tokens add up to {starts[-1]}, past the {rows} rows")
 
 
 @dataclass
@@ -227,18 +270,20 @@ class _TreeBuilder:
             block.end_byte = max(block.end_byte, end)
             block.data_bytes += data_bytes
 
-    def build(self, node: Mapping[str, Any]) -> Any:
+    def build(self, node: Mapping[str, Any], depth: int = 0) -> Any:
         """The value that one JSON node stands for."""
+        if depth > _MAX_DEPTH:
+            raise TraceError(f"a tree is nested more than {_MAX_DEPTH} deep")
         if "tensor" in node:
             return self._tensor(node)
         if "dict" in node:
-            return {key: self.build(item) for key, item in node["dict"]}
+            return {key: self.build(item, depth + 1) for key, item in node["dict"]}
         if "list" in node:
-            return [self.build(item) for item in node["list"]]
+            return [self.build(item, depth + 1) for item in node["list"]]
         if "tuple" in node:
-            return tuple(self.build(item) for item in node["tuple"])
+            return tuple(self.build(item, depth + 1) for item in node["tuple"])
         if "value" in node:
-            return node["value"]
+            return _plain_value(node["value"])
         if "unsupported" in node:
             return None
         raise TraceError(f"a tree node has none of the known kinds, only {sorted(node)}")
@@ -268,6 +313,14 @@ class _TreeBuilder:
         view = block.memory.view(content.dtype).as_strided(content.shape, stride, offset)
         _writable(view).copy_(_writable(content, like=stride))
         return view
+
+
+def _plain_value(value: Any) -> bool | int | float | str | None:
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise TraceError("a tree holds a whole number of more than 64 bits")
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TraceError(f"a tree holds a {type(value).__name__} as its plain value")
 
 
 def _tensor_nodes(node: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

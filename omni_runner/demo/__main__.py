@@ -14,7 +14,7 @@ from importlib import metadata
 def main(argv: list[str] | None = None) -> int:
     """Run the demo; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m omni_runner.demo",
+        prog="omni-runner demo",
         description="Serves prompts with the real engine on the CPU, with the stock runner and with the "
         "packed one, packs recorded steps of real stages, and compares every payload byte for byte.",
     )

@@ -83,7 +83,7 @@ def traces_report(replays: Sequence[tuple[str, Replay]]) -> str:
                 str(result.payloads),
                 human_bytes(result.payload_bytes),
                 *map(str, numbers),
-                f"{result.host_us:.0f} us",
+                f"{result.host_us:.0f} us" if result.host_us else "-",
                 "identical" if result.identical else "DIFFERENT",
             )
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -37,7 +39,7 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as caught:
         cli.main([name, "--help"])
     assert caught.value.code == 0
-    assert "usage:" in capsys.readouterr().out
+    assert f"usage: omni-runner {name} " in capsys.readouterr().out
 
 
 def test_arguments_reach_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,3 +118,34 @@ class TestReplay:
     def test_a_missing_trace(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["replay", str(tmp_path / "none"), "--device", "cpu"]) == 2
         assert "omni-runner replay: " in capsys.readouterr().err
+
+    @pytest.mark.parametrize("device", ["bogus", "cuda:-1", "meta", "cuda:99"])
+    def test_a_device_that_cannot_be(self, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["replay", str(TRACES / "talker"), "--device", device]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"omni-runner replay: cannot pack on {device}: ")
+
+    def test_no_timed_passes(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["replay", str(TRACES / "talker"), "--device", "cpu", "--passes", "0"]) == 0
+        expected = "talker: p50 of a step: pack call -, bytes on the host -, payloads ready -"
+        assert capsys.readouterr().out.splitlines()[-1] == expected
+
+    def test_fewer_than_no_passes(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["replay", str(TRACES / "talker"), "--passes", "-1"])
+        assert caught.value.code == 2
+        assert "--passes: expected" in capsys.readouterr().err
+
+    def test_a_malformed_step_is_one_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        document = json.loads((TRACES / "talker.json").read_text())
+        document["steps"][1]["num_scheduled_tokens"][0] = 2**63
+        (tmp_path / "t.json").write_text(json.dumps(document))
+        shutil.copy(TRACES / "talker.safetensors", tmp_path / "t.safetensors")
+        assert cli.main(["replay", str(tmp_path / "t"), "--device", "cpu"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"omni-runner replay: {tmp_path / 't.json'}: step 1: ")
+
+    @pytest.mark.parametrize("path", [".", "/"])
+    def test_a_folder_is_no_trace(self, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["replay", path, "--device", "cpu"]) == 2
+        assert "cannot read trace" in capsys.readouterr().err

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from omni_runner.deploy import EngineTraits, StageVerdict, find_pipeline, judge_stages
+from omni_runner.deploy import EngineTraits, StageVerdict, check_form, find_pipeline, judge_stages
+from omni_runner.errors import SettingsError
 from omni_runner.pipelines import MODEL_FLAGS, EngineSource, Pipeline, PipelineStage
 
 PACKED = "omni_runner.PackedGPUARWorker"
@@ -166,3 +167,29 @@ def test_which_pipeline(deploy: dict[str, Any], file: str, wanted: str | None, f
     pipelines = {"omni": OMNI, "omni_thinker": Pipeline("omni_thinker", "", OMNI.stages[:1])}
     pipeline = find_pipeline(pipelines, deploy, Path("somewhere", file), wanted)
     assert (pipeline.name if pipeline else None) == found
+
+
+@pytest.mark.parametrize(
+    ("deploy", "message"),
+    [
+        ([], "the document is not a mapping: []"),
+        ({"pipeline": ["a"]}, "pipeline is not a text: ['a']"),
+        ({"stages": 7}, "stages is not a list: 7"),
+        ({"stages": [7]}, "stages[0] is not a mapping: 7"),
+        ({"stages": [{}]}, "stages[0].stage_id is not a number: None"),
+        ({"stages": [{"stage_id": 0}, {"stage_id": "x"}]}, "stages[1].stage_id is not a number: 'x'"),
+        ({"stages": [{"stage_id": 0, "engine_args": 7}]}, "stages[0].engine_args is not a mapping: 7"),
+        ({"platforms": 7}, "platforms is not a mapping: 7"),
+        ({"platforms": {"npu": "x"}}, "platforms.npu is not a mapping: 'x'"),
+        ({"platforms": {"npu": {"stages": ["x"]}}}, "platforms.npu.stages[0] is not a mapping: 'x'"),
+    ],
+)
+def test_of_another_form(deploy: Any, message: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        check_form(deploy)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("deploy", [None, {}, {"stages": None, "platforms": None}, {"stages": [{"stage_id": "1"}]}])
+def test_of_the_right_form(deploy: Any) -> None:
+    check_form(deploy)

@@ -138,6 +138,7 @@ def test_unreadable_variables_are_a_problem(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--deploy", os.curdir], ". is a folder"),
         (["--deploy", "missing.yaml"], "there is no file missing.yaml"),
         (["--pipeline", "qwen3_omni_moe"], "--pipeline goes with --deploy"),
     ],
@@ -183,9 +184,30 @@ class TestWithTheEngine:
 
     def test_a_file_that_the_engine_cannot_read(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         broken = tmp_path / "broken.yaml"
-        broken.write_text("stages: [{stage_id: 0")
+        broken.write_text("pipeline: a\nstages: ]\nedges: []\n")
         assert doctor.main(["--deploy", str(broken)]) == 2
-        assert "the engine cannot read" in capsys.readouterr().err
+        assert f"the engine cannot read {broken} (line 2: " in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("stages: [{stage_id: x}]", "stages[0].stage_id is not a number: 'x'"),
+            ("platforms: 7", "platforms is not a mapping: 7"),
+            ("pipeline: [a]", "pipeline is not a text: ['a']"),
+            ("- a", "not the form of a deploy YAML"),
+            ("some words", "has no stages"),
+            ("", "has no stages"),
+        ],
+    )
+    def test_a_file_of_another_form(
+        self, tmp_path: Path, text: str, words: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        odd = tmp_path / "odd.yaml"
+        odd.write_text(text)
+        assert doctor.main(["--deploy", str(odd)]) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith("omni-runner doctor: ")
+        assert words in line
 
     def test_a_pipeline_that_is_not_there(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert doctor.main(["--deploy", str(EXAMPLES / "qwen3_tts.yaml"), "--pipeline", "none"]) == 2

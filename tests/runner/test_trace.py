@@ -127,6 +127,20 @@ def broken(path: Path, edit: Any) -> Path:
     return path
 
 
+def spans(*counts: int, **changes: Any) -> Any:
+    """An edit that gives the requests of the first step these counts."""
+    starts = [sum(counts[:place]) for place in range(len(counts) + 1)]
+    return lambda d: d["steps"][0].update(num_scheduled_tokens=counts, query_start_loc=starts, **changes)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """A tree node of lists in lists, in a dict."""
+    node: dict[str, Any] = {"value": 1}
+    for _ in range(depth):
+        node = {"list": [node]}
+    return {"dict": [["x", node]]}
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -141,6 +155,24 @@ def broken(path: Path, edit: Any) -> Path:
         (lambda d: d["steps"][0].update(hidden_states={"blob": 1}), "none of the known kinds"),
         (lambda d: d["steps"][0].update(num_scheduled_tokens=3), "step 0: malformed"),
         (lambda d: d["steps"][0]["hidden_states"].update(stride=[-4, 1]), "has stride"),
+        (lambda d: d.update(steps=[]), "has no steps"),
+        (lambda d: d["steps"][0].update(query_start_loc=[0, 5, 3]), "step 0: query_start_loc is not the running sum"),
+        (lambda d: d["steps"][0].update(query_start_loc=[-1, 2, 4]), "step 0: query_start_loc is not the running sum"),
+        (lambda d: d["steps"][0].update(query_start_loc=[0, 3, float("inf")]), "step 0: malformed"),
+        (lambda d: d["steps"][0].update(num_scheduled_tokens=[6, -1]), "step 0: num_scheduled_tokens has the negative"),
+        (spans(3, 3), "step 0: num_scheduled_tokens add up to 6, past the 5 rows"),
+        (spans(3, 2**63), "past the 5 rows"),
+        (spans(3, 2**63, include_hidden=False), "past the 2147483648 rows"),
+        (lambda d: d["steps"][0].update(request_ids=["a", "a"]), "step 0: request_ids names 'a' twice"),
+        (lambda d: d["steps"][0].update(request_ids="ab"), "step 0: request_ids is not a list of texts"),
+        (lambda d: d["steps"][0].update(needs_payload=["b", "b"]), "step 0: needs_payload names 'b' twice"),
+        (lambda d: d["steps"][0].update(needs_payload=[1]), "step 0: needs_payload is not a list of texts"),
+        (lambda d: d["steps"][0].update(elements=[-1]), "step 0: elements [-1] are not all places"),
+        (lambda d: d["steps"][0].update(hidden_states={"value": 3}), "step 0: hidden_states is not a tensor with rows"),
+        (lambda d: d["steps"][0].update(multimodal_outputs={"list": []}), "step 0: multimodal_outputs is a list"),
+        (lambda d: d["steps"][0].update(multimodal_outputs=nested(40)), "step 0: a tree is nested more than 32 deep"),
+        (lambda d: d["steps"][0].update(multimodal_outputs={"dict": [["x", {"value": 2**64}]]}), "more than 64 bits"),
+        (lambda d: d["steps"][0].update(multimodal_outputs={"dict": [["x", {"value": [1]}]]}), "step 0: a tree holds"),
     ],
 )
 def test_bad_documents(tmp_path: Path, edit: Any, message: str) -> None:
@@ -148,6 +180,13 @@ def test_bad_documents(tmp_path: Path, edit: Any, message: str) -> None:
     with pytest.raises(TraceError, match=r"t\.json") as error:
         load_trace(path)
     assert message in str(error.value)
+
+
+def test_nesting_past_the_stack(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", step_of({}))
+    path.with_suffix(".json").write_text('{"format": 1, "steps": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(TraceError, match=r"t\.json is not JSON"):
+        load_trace(path)
 
 
 def test_missing_files(tmp_path: Path) -> None:
