@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from omni_runner.compat import check_runner
 from omni_runner.eligibility import SUPPORTED_PLATFORMS, StageFacts, describe, reasons_against, runner_facts
-from omni_runner.errors import StageRefused
+from omni_runner.errors import StageRefused, UpstreamMismatch
 from omni_runner.platforms import PACKED_AR_WORKER, current_platform, platform_name, stock_ar_worker
 from omni_runner.settings import Settings
 
@@ -85,13 +86,21 @@ class PackedWorkerMixin(_StockWorker):
         result = super().compile_or_warm_up_model()
         try:
             _log_path(self)
+        except StageRefused:
+            raise
         except Exception:
             logger.warning("omni_runner: cannot tell which path %s takes", _stage(self), exc_info=True)
         return result
 
 
 def stage_reasons(worker: Any, *, last_pipeline_rank: bool) -> tuple[str, ...]:
-    """Why a started worker of ours does not take the packed path; empty if it does."""
+    """Why a started worker of ours does not take the packed path; empty if it does.
+
+    Raises
+    ------
+    StageRefused
+        Strict mode, and the runner lacks attributes that packing reads.
+    """
     if worker._omni_runner_refusal:
         return (worker._omni_runner_refusal,)
     if worker.use_v2_model_runner:
@@ -99,6 +108,13 @@ def stage_reasons(worker: Any, *, last_pipeline_rank: bool) -> tuple[str, ...]:
     runner = worker.model_runner
     facts = runner_facts(runner, platform=platform_name(current_platform()), last_pipeline_rank=last_pipeline_rank)
     reasons = reasons_against(facts)
+    if not reasons:
+        try:
+            check_runner(runner)
+        except UpstreamMismatch as mismatch:
+            if _strict():
+                raise StageRefused(f"OMNI_RUNNER_STRICT is set and steps can't be packed: {mismatch}") from mismatch
+            return (str(mismatch),)
     if not reasons and not runner._should_use_async_omni_output():
         return ("the engine's own check declines, for a reason that omni_runner does not know",)
     return reasons

@@ -15,6 +15,7 @@ import pytest
 
 import omni_runner
 from omni_runner import worker as worker_module
+from omni_runner.compat import ATTRIBUTES
 from omni_runner.eligibility import StageFacts
 from omni_runner.errors import StageRefused, UpstreamMismatch
 from omni_runner.worker import make_worker_cls, stage_reasons
@@ -220,6 +221,8 @@ def start(monkeypatch: pytest.MonkeyPatch, pipeline: Group, tensor: Group, **att
     monkeypatch.setitem(sys.modules, "vllm.distributed", groups)
     monkeypatch.setattr(worker_module, "runner_facts", lambda runner, **facts: StageFacts(**facts))
     monkeypatch.setattr(PackedRunner, "_should_use_async_omni_output", lambda self: True, raising=False)
+    for name in ATTRIBUTES:
+        monkeypatch.setattr(PackedRunner, name, None, raising=False)
     worker = make_worker_cls(Worker28)()
     worker.init_device()
     for name, value in attributes.items():
@@ -248,6 +251,19 @@ def test_model_runner_v2_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: py
     with caplog.at_level(logging.INFO):
         start(monkeypatch, Group(), Group(), use_v2_model_runner=True)
     assert "Model Runner V2" in caplog.text
+
+
+def test_a_runner_without_an_attribute_that_packing_reads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = start(monkeypatch, Group(), Group())
+    monkeypatch.delattr(PackedRunner, "omni_prefix_cache")
+    with caplog.at_level(logging.INFO):
+        worker.compile_or_warm_up_model()
+    assert "the engine's own output path: the runner has no omni_prefix_cache" in caplog.text
+    monkeypatch.setenv("OMNI_RUNNER_STRICT", "1")
+    with pytest.raises(StageRefused, match="the runner has no omni_prefix_cache"):
+        worker.compile_or_warm_up_model()
 
 
 def test_a_condition_that_only_the_engine_knows(monkeypatch: pytest.MonkeyPatch) -> None:
