@@ -143,13 +143,7 @@ class Ours(Provider):
         self._path.warm_up(self._runner)
 
     def take(self, step: StepInput) -> Any:
-        self._runner._maybe_run_eager_omni_postprocess_before_async_output(**step.hook_arguments)
-        return self._runner._snapshot_omni_output_tensors_for_async_output(
-            use_async_omni_output=True,
-            hidden_states=step.trace.hidden_states,
-            staged_hidden_states_cpu=None,
-            multimodal_outputs=step.trace.multimodal_outputs,
-        )
+        return step.snapshot_by(self._runner)
 
     def is_landed(self, taken: Any) -> bool:
         snapshot = taken.multimodal_outputs.snapshot

@@ -55,6 +55,16 @@ class StepInput:
             scheduler_output=SchedulerOutput(sum(step.num_scheduled_tokens)),
         )
 
+    def snapshot_by(self, runner: Any) -> Any:
+        """What a V1 runner, stock or packed, makes of this step's payload: its two methods as `sample_tokens` calls them."""
+        runner._maybe_run_eager_omni_postprocess_before_async_output(**self.hook_arguments)
+        return runner._snapshot_omni_output_tensors_for_async_output(
+            use_async_omni_output=True,
+            hidden_states=self.trace.hidden_states,
+            staged_hidden_states_cpu=None,
+            multimodal_outputs=self.trace.multimodal_outputs,
+        )
+
     @property
     def hook_arguments(self) -> dict[str, Any]:
         """Of the engine's eager postprocess hook."""

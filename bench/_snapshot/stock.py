@@ -132,13 +132,7 @@ class StockV1(Provider):
         self._runner = runner
 
     def take(self, step: StepInput) -> Any:
-        self._runner._maybe_run_eager_omni_postprocess_before_async_output(**step.hook_arguments)
-        return self._runner._snapshot_omni_output_tensors_for_async_output(
-            use_async_omni_output=True,
-            hidden_states=step.trace.hidden_states,
-            staged_hidden_states_cpu=None,
-            multimodal_outputs=step.trace.multimodal_outputs,
-        )
+        return step.snapshot_by(self._runner)
 
     def is_landed(self, taken: Any) -> bool:
         event = taken.async_payload._ready_event

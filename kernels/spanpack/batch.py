@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from .columns import Int64Array
+from .columns import MOST_ROWS, Int64Array
 from .errors import BatchError
-
-_MOST_ROWS = 1 << 48  # more than memory can hold; sums of row numbers stay far from overflowing
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -154,8 +152,8 @@ def _thaw(name: str, frozen: _Frozen) -> Int64Array:
     array: np.ndarray[Any, Any] = np.frombuffer(*frozen)
     if array.size and not np.issubdtype(array.dtype, np.integer):
         raise BatchError(f"{name} must be integers, given: {array.dtype}{list(array.shape)}")
-    if array.size and max(abs(int(array.min())), abs(int(array.max()))) >= _MOST_ROWS:
-        raise BatchError(f"{name} has numbers of {_MOST_ROWS} and more; no tensor has so many rows")
+    if array.size and max(abs(int(array.min())), abs(int(array.max()))) >= MOST_ROWS:
+        raise BatchError(f"{name} has numbers of {MOST_ROWS} and more; no tensor has so many rows")
     return array.astype(np.int64)
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 Int64Array = npt.NDArray[np.int64]
+MOST_ROWS = 1 << 48  # more than memory can hold; sums of smaller row numbers stay far from overflowing
 
 
 @dataclass(frozen=True, eq=False, slots=True)

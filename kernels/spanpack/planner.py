@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .columns import ColumnSpec, Int64Array, Pieces, merge_pieces
+from .columns import MOST_ROWS, ColumnSpec, Int64Array, Pieces, merge_pieces
 from .errors import LeafError, PlacementError
 from .plan import Column, Plan, Route
 from .signature import make_signature
 from .tiles import DESTINATION, LEAF, LENGTH, ROW_BYTES, ROW_STRIDE, SOURCE
 
-_MOST_ROWS = 1 << 48  # sums of larger row numbers could overflow
 ALIGNMENT_BYTES = 16  # of every column in the slab: one vector load or store of a GPU lane
 
 
@@ -155,7 +154,7 @@ class _Planner:
                 raise PlacementError(f"column {index}: leaf {leaf} is {_kind(tensor)}, but scalar={spec.scalar}")
         if (
             facts.lowest < 0
-            or facts.highest > _MOST_ROWS
+            or facts.highest > MOST_ROWS
             or facts.end > min(_row_count(self.leaves[leaf]) for leaf in spec.leaf_set)
         ):
             self._check_pieces(index, spec)

@@ -18,6 +18,7 @@ from omni_runner.builder import ChannelBuilder, ChannelRules
 from omni_runner.packing import PackedStep, StepPacker
 from omni_runner.reference import SPARSE_PROTOCOL_KEYS, as_tensor, flatten_payload
 from omni_runner.step import NotCovered, StepContext, make_step
+from tests.support.steps import step_of
 
 WIDTH = 4
 ONE_LIST = ChannelRules(partitions=False)
@@ -47,26 +48,6 @@ UPSTREAM: Any = SimpleNamespace(
     ensure_tensor_values=wire_tensors,
     sparse_protocol_keys=SPARSE_PROTOCOL_KEYS,
 )
-
-
-def step_of(
-    rows: list[int],
-    consumers: list[int] | None = None,
-    *,
-    scheduled: int | None = None,
-    sparse: list[int] | None = None,
-) -> StepContext:
-    ids = [f"r{i}" for i in range(len(rows))]
-    chosen = sparse if sparse is not None else consumers
-    return make_step(
-        request_ids=ids,
-        num_scheduled_tokens=rows,
-        query_start_loc=[0, *np.cumsum(rows).tolist()],
-        scheduled_tokens=sum(rows) if scheduled is None else scheduled,
-        consumer_ids=ids if chosen is None else [ids[i] for i in chosen],
-        sparse_index=None if sparse is None else {ids[i]: place for place, i in enumerate(sparse)},
-        is_sparse=sparse is not None,
-    )
 
 
 @pytest.fixture

@@ -11,26 +11,7 @@ import pytest
 import torch
 
 from omni_runner.step import NotCovered, StepContext, StepReader, make_step
-
-
-def step_of(
-    rows: list[int],
-    consumers: list[int] | None = None,
-    *,
-    scheduled: int | None = None,
-    sparse: list[int] | None = None,
-) -> StepContext:
-    ids = [f"r{i}" for i in range(len(rows))]
-    chosen = sparse if sparse is not None else consumers
-    return make_step(
-        request_ids=ids,
-        num_scheduled_tokens=rows,
-        query_start_loc=[0, *np.cumsum(rows).tolist()],
-        scheduled_tokens=sum(rows) if scheduled is None else scheduled,
-        consumer_ids=ids if chosen is None else [ids[i] for i in chosen],
-        sparse_index=None if sparse is None else {ids[i]: place for place, i in enumerate(sparse)},
-        is_sparse=sparse is not None,
-    )
+from tests.support.steps import step_of
 
 
 @pytest.mark.parametrize("kind", [torch.tensor, np.array, list], ids=["tensor", "array", "list"])
