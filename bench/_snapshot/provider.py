@@ -56,7 +56,7 @@ class StepInput:
         )
 
     def snapshot_by(self, runner: Any) -> Any:
-        """What a V1 runner, stock or packed, makes of this step's payload: its two methods as `sample_tokens` calls them."""
+        """What a V1 runner, stock or packed, makes of this payload; calls its methods as `sample_tokens` does."""
         runner._maybe_run_eager_omni_postprocess_before_async_output(**self.hook_arguments)
         return runner._snapshot_omni_output_tensors_for_async_output(
             use_async_omni_output=True,
