@@ -1,8 +1,8 @@
 """The asynchronous output of a packed runner.
 
-What is done stays the engine's: its vLLM base class copies the sampled tokens, its own `get_output` joins the builder
-thread, raises what the builder raised and finishes the tokens. Only who builds (a thread that stays) and what a second
-`get_output` does (the same again) are ours.
+What is done stays the engine's: its own `get_output` joins the builder thread, raises what the builder raised and
+finishes the tokens. Who builds (a thread that stays), what a second `get_output` does (the same again) and how the
+sampled tokens are copied (see `token_copy`; where it can't, vLLM's base class does) are ours.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from omni_runner.builder_thread import BuilderThread
 from omni_runner.errors import BuilderThreadClosed
+from omni_runner.token_copy import TokenCopy, stores_as_known
 
 if TYPE_CHECKING:
     from omni_runner.compat import Upstream
@@ -30,6 +31,7 @@ class PackedAsyncOutputMixin(_EngineOutput):
     """
 
     builder_thread: ClassVar[BuilderThread | None]
+    _token_copy: ClassVar[TokenCopy | None]
     _engine_output_cls: ClassVar[type[Any]]  # vllm-omni's class, whose base is vLLM's
 
     # Defaults for objects made without __init__, which share the lock.
@@ -45,8 +47,11 @@ class PackedAsyncOutputMixin(_EngineOutput):
         if self.builder_thread is None:
             super().__init__(model_runner_output_builder=model_runner_output_builder, cuda_device=cuda_device, **kwargs)
             return
-        # Past vllm-omni's __init__, which starts a thread, to vLLM's: the same copies on the same stream.
-        super(self._engine_output_cls, self).__init__(model_runner_output=None, **kwargs)
+        fields = None if self._token_copy is None else self._token_copy.fields(kwargs)
+        if fields is not None:
+            self.__dict__.update(fields)
+        else:  # past vllm-omni's __init__, which starts a thread, to vLLM's: the same copies on the same stream
+            super(self._engine_output_cls, self).__init__(model_runner_output=None, **kwargs)
         self._model_runner_output_builder = model_runner_output_builder
         self._background_exception: BaseException | None = None
         self._cuda_device = cuda_device
@@ -76,7 +81,9 @@ class PackedAsyncOutputMixin(_EngineOutput):
             return self._completed
 
 
-def make_async_output_cls(engine_output_cls: type[Any], builder_thread: BuilderThread | None = None) -> type[Any]:
+def make_async_output_cls(
+    engine_output_cls: type[Any], builder_thread: BuilderThread | None = None, token_copy: TokenCopy | None = None
+) -> type[Any]:
     """Derive `PackedAsyncOutput` from the engine's class.
 
     Parameters
@@ -86,9 +93,13 @@ def make_async_output_cls(engine_output_cls: type[Any], builder_thread: BuilderT
     builder_thread : BuilderThread, optional
         Builds the outputs of this class, in order: one thread and one class for each runner. Without it each output
         starts a thread of its own, as the engine's do.
+    token_copy : TokenCopy, optional
+        Copies the sampled tokens, if vLLM's class is as it is known. Without it vLLM's class does.
     """
+    vllm_output_cls = engine_output_cls.__mro__[1]
     namespace = {
         "builder_thread": builder_thread,
+        "_token_copy": token_copy if stores_as_known(vllm_output_cls) else None,
         "_engine_output_cls": engine_output_cls,
         "__module__": __name__,
         "__doc__": PackedAsyncOutputMixin.__doc__,

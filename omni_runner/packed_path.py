@@ -19,6 +19,7 @@ from omni_runner.packing import PackedStep, PackedTree, StepPacker
 from omni_runner.settings import Settings
 from omni_runner.stats import RunnerStats, StepCounters
 from omni_runner.step import NotCovered, StepContext, StepReader
+from omni_runner.token_copy import TokenCopy
 from omni_runner.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ class PackedPath:
         self.upstream = upstream
         self.counters = StepCounters()
         self.builder_thread = BuilderThread()
-        self.output_cls = make_async_output_cls(upstream.async_output_cls, self.builder_thread)
+        self._token_copy = TokenCopy()
+        self.output_cls = make_async_output_cls(upstream.async_output_cls, self.builder_thread, self._token_copy)
         self.pending: PendingStep | None = None
         self._reader = StepReader(upstream)
         self._packer: spanpack.Packer | None = None
@@ -219,8 +221,10 @@ class PackedPath:
             except Exception:
                 logger.warning("omni_runner: the trace could not be written", exc_info=True)
         # A builder that still waits may wait for a device that has stopped; closing would wait for it as well.
-        if finished and self._packer is not None:
-            self._packer.close()
+        if finished:
+            self._token_copy.close()
+            if self._packer is not None:
+                self._packer.close()
 
     def _build_columns(self, build_stock: Callable[..., Any], step: Mapping[str, Any], packed: PackedStep) -> Any:
         assert self._channels is not None

@@ -130,12 +130,11 @@ class StepPacker:
         elif not isinstance(multimodal_outputs, dict):
             raise NotCovered(f"the payload is a {type(multimodal_outputs).__name__}")
         extra = () if hidden_states is None else (hidden_states,)
-        key = (step.key, len(extra))
-        seen = self._lowerings.look(multimodal_outputs, key, extra)
+        seen = self._lowerings.look(multimodal_outputs, step.key, extra)
         lowering = seen.entry
         if lowering is None:
             lowering = self._lower(seen, step, hidden_states)
-            self._lowerings.keep(seen, key, lowering)
+            self._lowerings.keep(seen, step.key, lowering)
         if isinstance(lowering, str):
             raise NotCovered(lowering)
         if step.is_sparse:

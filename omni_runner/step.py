@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -165,17 +164,17 @@ class StepReader:
             The sparse audio marker is out of contract. Some versions read such a marker element by element, which would
             wait for the device here; the engine's own builder decides about it on host tensors.
         """
-        tokens = int(scheduler_output.total_num_scheduled_tokens)
-        sparse = _declares_sparse(multimodal_outputs)
-        numbers = _raw(num_scheduled_tokens), _raw(query_start_loc, len(request_ids) + 1)
+        tokens = scheduler_output.total_num_scheduled_tokens
         last = self._last
+        sparse = _declares_sparse(multimodal_outputs)
         if (
             last is not None
             and not sparse
             and last.request_ids == request_ids
             and last.tokens == tokens
-            and last.numbers == numbers
-            and last.settled == _settled(last.get_settled, runner)
+            and last.settled == runner._downstream_payload_cache
+            and last.counts == _raw(num_scheduled_tokens)
+            and last.starts == _raw(query_start_loc, len(request_ids) + 1)
         ):
             return last.step
         if sparse:
@@ -189,17 +188,16 @@ class StepReader:
             request_ids=ids,
             num_scheduled_tokens=num_scheduled_tokens,
             query_start_loc=query_start_loc,
-            scheduled_tokens=tokens,
+            scheduled_tokens=int(tokens),
             consumer_ids=consumer_ids,
             sparse_index=sparse_index,
             is_sparse=is_sparse,
         )
         self._last = None
-        if ids and not sparse and None not in numbers:
-            get_settled = itemgetter(*ids)
-            settled = _settled(get_settled, runner)
-            if settled is not None:
-                self._last = _Reading(ids, tokens, numbers, get_settled, settled, step)
+        counts, starts = _raw(num_scheduled_tokens), _raw(query_start_loc, len(ids) + 1)
+        settled = dict(runner._downstream_payload_cache)
+        if ids and not sparse and counts is not None and starts is not None and settled.keys() >= set(ids):
+            self._last = _Reading(ids, tokens, counts, starts, settled, step)
         return step
 
 
@@ -208,18 +206,10 @@ class _Reading(NamedTuple):
 
     request_ids: list[str]
     tokens: int
-    numbers: tuple[bytes | None, bytes | None]  # counts and first rows, as they were given
-    get_settled: Callable[[Mapping[str, bool]], Any]
-    settled: Any
+    counts: bytes  # as they were given
+    starts: bytes
+    settled: dict[str, bool]  # what the engine had found out for good about every request; all of the step's are in it
     step: StepContext
-
-
-def _settled(get_settled: Callable[[Mapping[str, bool]], Any], runner: Any) -> Any:
-    """What the engine has found out for good about each request; None while the marker of one has not come."""
-    try:
-        return get_settled(runner._downstream_payload_cache)
-    except KeyError:
-        return None
 
 
 def _raw(values: Any, limit: int | None = None) -> bytes | None:

@@ -18,6 +18,7 @@ from .errors import (
     SpanpackError,
     UnavailableError,
 )
+from .fetch import Fetched, Fetcher
 from .gather import gather_torch, gather_triton
 from .packed_tree import PackedTree
 from .packer import Packer
@@ -35,6 +36,8 @@ __all__ = [
     "ClosedError",
     "ColumnSpec",
     "DeviceError",
+    "Fetched",
+    "Fetcher",
     "InputError",
     "LeafError",
     "PackedTree",

@@ -23,6 +23,8 @@ PUBLIC = [
     "ClosedError",
     "ColumnSpec",
     "DeviceError",
+    "Fetched",
+    "Fetcher",
     "InputError",
     "LeafError",
     "PackedTree",

@@ -1,0 +1,109 @@
+"""Single tensors to the host, for what must not wait behind a payload: one copy of its own, nothing gathered."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._runtime import TorchRuntime, load_runtime
+from .errors import LeafError
+from .flight import Events, Flight
+from .pool import HostPool
+
+_BUDGET_BYTES = 1 << 24
+
+
+class Fetched(NamedTuple):
+    """A tensor on its way to the host.
+
+    Attributes
+    ----------
+    tensor
+        On the host, in pinned memory that is used again once this tensor and its views have died. Not to be read before
+        `landed` has been waited for.
+    landed
+        Recorded behind the copy; ``landed.synchronize()`` sleeps until the bytes are there.
+    """
+
+    tensor: Tensor
+    landed: torch.cuda.Event
+
+
+class Fetcher:
+    """Copies whole tensors to pinned memory on a stream, behind what the current stream has queued.
+
+    As ``tensor.to("cpu", non_blocking=True)`` on another stream does, for a tenth of its host time: no stream context,
+    no new event, no pinned allocation once the slabs are there. Safe to call from several threads.
+
+    Parameters
+    ----------
+    device
+        Where the tensors are, with its index.
+    copy_stream
+        For the copies; by default one of its own.
+    slabs
+        Most tensors of one size class (64 KiB, 128 KiB and so on) alive on the host at a time.
+    """
+
+    def __init__(self, device: torch.device, copy_stream: torch.cuda.Stream | None = None, *, slabs: int = 8) -> None:
+        self._runtime: TorchRuntime = load_runtime(device, copy_stream)
+        self._pool = HostPool(_BUDGET_BYTES, slabs, pin=device.type == "cuda")
+        self._lock = threading.Lock()
+
+    def fetch(self, source: Tensor) -> Fetched | None:
+        """Queue the copy of one tensor and return at once.
+
+        Parameters
+        ----------
+        source
+            Contiguous, not empty, on the fetcher's device. Keep it, and leave it as it is, until `Fetched.landed`: its
+            memory is read from another stream.
+
+        Returns
+        -------
+        Fetched or None
+            None where no slab is free: too many fetched tensors are alive, or pinned memory was refused.
+
+        Raises
+        ------
+        LeafError
+            The tensor is none of that kind.
+        """
+        runtime = self._runtime
+        if source.device != runtime.device or not source.is_contiguous() or not source.numel():
+            raise LeafError(
+                f"given {str(source.dtype).removeprefix('torch.')}{list(source.shape)} with strides {source.stride()} "
+                f"on {source.device}; expected a contiguous tensor with elements on {runtime.device}"
+            )
+        nbytes = source.nbytes
+        with self._lock:
+            slab = self._pool.acquire(nbytes)
+            if slab is None:
+                return None
+            lease = slab.lease(nbytes)  # from here on an error gives the slab back
+            if slab.events is None:
+                slab.events = Events.make(runtime.make_event)
+            flight = slab.flight = Flight(slab.events)
+            copy = flight, slab.address, source.data_ptr(), nbytes, runtime.current_stream()
+            try:
+                runtime.bring_home(*copy)
+            except BaseException:
+                with suppress(RuntimeError):  # what was queued may still write: the flight has to end behind it
+                    runtime.bring_home(*copy)
+                raise
+        host = torch.frombuffer(lease, dtype=source.dtype).view(source.shape)
+        return Fetched(host, flight.landed)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Pinned memory that it holds."""
+        return self._pool.pinned_bytes
+
+    def close(self) -> None:
+        """Wait for the copies in flight and drop the memory; tensors that exist stay valid. Harmless when repeated."""
+        with self._lock:
+            self._pool.close()

@@ -1,0 +1,112 @@
+"""The sampled tokens' way to the host: one copy on the engine's stream for them, without torch's share of its cost.
+
+vLLM's output object makes a stream context, an event and a pinned tensor in every step: most of what an output costs
+once its payload is packed (0.13 ms). The copy itself, the stream and the moment are the same here.
+"""
+
+from __future__ import annotations
+
+import dis
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+import spanpack
+
+logger = logging.getLogger("vllm.omni_runner")
+
+# Arguments of vLLM's output object. What the first three ask for is little more than the tokens' copy.
+_OF_TOKENS = frozenset(("sampled_token_ids", "invalid_req_indices", "async_output_copy_stream", "vocab_size"))
+_OF_OTHER_COPIES = frozenset(("logprobs_tensors", "routed_experts", "num_nans", "check_ep_fault"))
+
+# What vLLM's ``__init__`` stores for those other copies, where none is asked for.
+_NO_OTHER_COPIES = dict.fromkeys(
+    (
+        "_logprobs_tensors",
+        "_logprobs_tensors_cpu",
+        "_routed_experts",
+        "_routed_experts_cpu",
+        "_num_nans",
+        "_num_nans_cpu",
+        "_has_fault",
+    )
+)
+_FIELDS = frozenset(_NO_OTHER_COPIES) | {
+    "_model_runner_output",
+    "_invalid_req_indices",
+    "async_copy_ready_event",
+    "_sampled_token_ids",
+    "vocab_size",
+    "sampled_token_ids_cpu",
+}
+
+
+def stores_as_known(output_cls: type[Any]) -> bool:
+    """Whether vLLM's output class, whose ``__init__`` is not going to run, stores nothing but what is known here."""
+    try:
+        instructions = dis.get_instructions(output_cls.__init__)
+    except TypeError:  # not written in Python
+        return False
+    return {step.argval for step in instructions if step.opname == "STORE_ATTR"} <= _FIELDS
+
+
+class TokenCopy:
+    """Starts the copies of one runner's sampled tokens. Whatever it can't do is left to the engine."""
+
+    def __init__(self) -> None:
+        self._fetcher: spanpack.Fetcher | None = None
+        self._stream: Any = None
+        self._failed = False
+
+    def fields(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What vLLM's ``__init__`` would have stored, with the copy under way; None where the engine has to do it.
+
+        Parameters
+        ----------
+        arguments
+            Of vLLM's output object.
+        """
+        if self._failed or not _only_tokens(arguments):
+            return None
+        tokens, stream = arguments["sampled_token_ids"], arguments["async_output_copy_stream"]
+        try:
+            fetched = self._fetch(tokens, stream)
+        except Exception:
+            self._failed = True
+            logger.warning("omni_runner: copying sampled tokens is left to the engine from now on", exc_info=True)
+            return None
+        if fetched is None:
+            return None
+        return {
+            **_NO_OTHER_COPIES,
+            "_model_runner_output": None,
+            "_invalid_req_indices": arguments["invalid_req_indices"],
+            "async_copy_ready_event": fetched.landed,
+            "_sampled_token_ids": tokens,  # not to be freed before the copy is over
+            "vocab_size": arguments["vocab_size"],
+            "sampled_token_ids_cpu": fetched.tensor,
+        }
+
+    def _fetch(self, tokens: Tensor, stream: Any) -> spanpack.Fetched | None:
+        if not tokens.is_cuda or not tokens.is_contiguous() or not tokens.numel():
+            return None
+        if self._fetcher is None or self._stream is not stream:
+            self.close()
+            self._fetcher, self._stream = spanpack.Fetcher(tokens.device, stream), stream
+        return self._fetcher.fetch(tokens)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        fetcher, self._fetcher = self._fetcher, None
+        if fetcher is not None:
+            fetcher.close()
+
+
+def _only_tokens(arguments: Mapping[str, Any]) -> bool:
+    """Whether nothing but tokens is to be copied, as far as the arguments are known."""
+    for name, value in arguments.items():
+        if name not in _OF_TOKENS and (name not in _OF_OTHER_COPIES or (value is not None and value is not False)):
+            return False
+    return arguments.keys() >= _OF_TOKENS

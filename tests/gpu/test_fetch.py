@@ -1,0 +1,49 @@
+"""Single tensors to the host on the GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spanpack import Fetcher
+from spanpack import fetch as fetch_module
+from spanpack._runtime import TorchRuntime, load_runtime
+from tests.support.compare import assert_same
+from tests.support.gpu import hold_up
+
+
+@pytest.fixture(params=[load_runtime, TorchRuntime], ids=["native", "torch"])
+def fetcher(request: pytest.FixtureRequest, cuda_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Fetcher:
+    monkeypatch.setattr(fetch_module, "load_runtime", request.param)
+    return Fetcher(cuda_device)
+
+
+@pytest.mark.sanitizer
+def test_tokens_of_a_slow_producer_arrive_as_the_engine_would_copy_them(fetcher: Fetcher) -> None:
+    kept = []
+    for step in range(6):
+        hold_up(2)
+        tokens = torch.randint(1 << 20, (64, 1), device="cuda", dtype=torch.int32) + step
+        fetched = fetcher.fetch(tokens)
+        assert fetched is not None
+        kept.append((tokens, fetched))
+    for tokens, fetched in kept:
+        fetched.landed.synchronize()
+        assert_same(fetched.tensor, tokens.cpu())
+    fetcher.close()
+
+
+def test_nothing_is_allocated_once_the_slabs_are_there(fetcher: Fetcher) -> None:
+    tokens = torch.arange(64, device="cuda")
+    last = None
+    for step in range(50):
+        fetched = fetcher.fetch(tokens)
+        assert fetched is not None
+        fetched.landed.synchronize()
+        if step == 5:
+            before = torch.cuda.host_memory_stats()["num_host_alloc"]
+        last = fetched  # as an engine keeps the last step's
+    assert last is not None
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
+    assert fetcher.pinned_bytes <= 3 << 16
+    fetcher.close()

@@ -1,0 +1,121 @@
+"""Single tensors to the host, on the simulated device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from spanpack import Fetcher, LeafError
+from spanpack import fetch as fetch_module
+from tests.support.compare import assert_same
+from tests.support.fake_device import FakeDevice
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    device = FakeDevice()
+    monkeypatch.setattr(fetch_module, "load_runtime", lambda *_: device)
+    return device
+
+
+SOURCES = [torch.tensor([i]) for i in range(6)]  # alive until their copies are over, as `Fetcher.fetch` asks
+
+
+def make(**options: Any) -> Fetcher:
+    return Fetcher(torch.device("cpu"), **options)
+
+
+def fetch(fetcher: Fetcher, source: torch.Tensor) -> Any:
+    fetched = fetcher.fetch(source)
+    assert fetched is not None
+    return fetched
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        torch.tensor([[7], [8], [9]], dtype=torch.int32),
+        torch.arange(100_000, dtype=torch.int64).reshape(10, -1),
+        torch.tensor(float("nan"), dtype=torch.bfloat16),
+    ],
+    ids=["tokens", "large", "scalar"],
+)
+def test_it_comes_as_it_was_behind_the_producing_stream(device: FakeDevice, source: torch.Tensor) -> None:
+    expected, live = source.clone(), torch.zeros_like(source)
+    device.enqueue(lambda: live.copy_(source))  # the producer has not run when the copy is asked for
+    fetched = fetch(make(), live)
+    assert not fetched.landed.query()
+    fetched.landed.synchronize()
+    assert_same(fetched.tensor, expected)
+    assert device.copies == 1
+    assert device.host_waits == 1  # the one asked for here
+
+
+def test_memory_is_used_again_once_the_tensor_has_died_and_not_before(device: FakeDevice) -> None:
+    fetcher = make()
+    first = fetch(fetcher, SOURCES[1])
+    second = fetch(fetcher, SOURCES[2])
+    device.run()
+    addresses = {first.tensor.data_ptr(), second.tensor.data_ptr()}
+    assert (first.tensor.item(), second.tensor.item()) == (1, 2)
+    del first
+    third = fetch(fetcher, SOURCES[3])
+    assert third.tensor.data_ptr() in addresses - {second.tensor.data_ptr()}
+    device.run()
+    assert (second.tensor.item(), third.tensor.item()) == (2, 3)
+    assert fetcher.pinned_bytes == 2 << 16
+
+
+def test_memory_dropped_before_it_has_landed_is_not_written_by_two(device: FakeDevice) -> None:
+    fetcher = make()
+    fetch(fetcher, SOURCES[1])  # dropped at once
+    late = fetch(fetcher, SOURCES[2])
+    device.run()
+    assert late.tensor.item() == 2
+    assert fetcher.pinned_bytes == 2 << 16
+
+
+def test_without_a_free_slab_it_says_so(device: FakeDevice) -> None:
+    fetcher = make(slabs=2)
+    kept = [fetch(fetcher, SOURCES[i]) for i in range(2)]
+    assert fetcher.fetch(SOURCES[2]) is None
+    device.run()
+    assert [item.tensor.item() for item in kept] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [torch.zeros(4, 4).t()[1:], torch.zeros(0), torch.zeros(3, device="meta")],
+    ids=["strided", "empty", "elsewhere"],
+)
+def test_what_it_can_not_copy_is_refused(device: FakeDevice, source: torch.Tensor) -> None:
+    with pytest.raises(LeafError, match="expected a contiguous tensor"):
+        make().fetch(source)
+    assert device.copies == 0
+
+
+def test_a_failing_copy_leaves_it_usable(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetcher = make(slabs=1)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("simulated")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "bring_home", fail)
+        with pytest.raises(RuntimeError, match="simulated"):
+            fetcher.fetch(SOURCES[1])
+    device.run()
+    fetched = fetch(fetcher, SOURCES[2])
+    fetched.landed.synchronize()
+    assert fetched.tensor.item() == 2
+
+
+def test_closing_waits_for_what_is_in_flight(device: FakeDevice) -> None:
+    fetcher = make()
+    fetched = fetch(fetcher, SOURCES[5])
+    fetcher.close()
+    fetcher.close()
+    assert fetched.tensor.item() == 5
+    assert device.host_waits == 1
