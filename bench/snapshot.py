@@ -10,9 +10,12 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+_STARTED = time.perf_counter()  # imports are part of what `--total` limits
 REPOSITORY = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":  # from a checkout, without installing; bench/ itself holds no top-level modules
     sys.path[0:1] = [str(REPOSITORY), str(REPOSITORY / "kernels")]
@@ -55,6 +58,8 @@ PROVIDERS: dict[str, type[Provider]] = {
     )
 }
 _STOCK = (StockV1, StockV2)
+# Of the time in total; the others get 1. Fewest calls, pinning and checking take that much longer here.
+_SHARES = {"thinker_prefill_32k": 2.0}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,17 +70,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     file = results.file_in(options.out, document["gpu"])
     compilations = CompileCounter()
     print(json.dumps({key: value for key, value in document.items() if key not in ("rows", "scenarios")}), flush=True)
-    for make in _scenarios(options, machine):
-        start = time.perf_counter()
+    shares = [*(_SHARES.get(name, 1.0) for name in options.scenarios), *(1.0 for _ in options.trace)]
+    for place, make in enumerate(_scenarios(options, machine)):
+        clock = _Clock.start(options, shares[place] / sum(shares[place:]))
         scenario = make()
-        document["scenarios"][scenario.name] = scenario.about()
-        document["rows"] += _measure(machine, scenario, options, engine, compilations)
-        results.write(document, file)
-        print(f"{scenario.name}: {time.perf_counter() - start:.1f} s", flush=True)
+        about = document["scenarios"][scenario.name] = scenario.about()
+        document["rows"] += _measure(machine, scenario, options, engine, compilations, clock)
         del scenario
         _tidy(machine)
+        about["seconds"] = clock.seconds()
+        results.write(document, file)
+        print(f"{list(document['scenarios'])[-1]}: {about['seconds']}", flush=True)
     print(f"\n{results.table(document)}\n\n{results.targets_table(document)}\n\n{file}")
     return 1 if any("error" in row for row in document["rows"]) else 0
+
+
+@dataclass
+class _Clock:
+    """How long one scenario may take, and where its time went."""
+
+    allowed_s: float
+    started: float
+    set_up_s: float = 0.0
+    measured_s: float = 0.0
+
+    @classmethod
+    def start(cls, options: argparse.Namespace, share: float) -> _Clock:
+        """A scenario gets what was asked for, or its share of what is left in total, if that is less."""
+        now = time.perf_counter()
+        allowed_s = options.seconds
+        if options.total is not None:
+            allowed_s = min(allowed_s, (_STARTED + options.total - now) * share)
+        return cls(allowed_s, now)
+
+    def begin_measuring(self) -> float:
+        """Seconds left for the measured part."""
+        self.set_up_s = time.perf_counter() - self.started
+        return self.allowed_s - self.set_up_s
+
+    def end_measuring(self) -> None:
+        self.measured_s = time.perf_counter() - self.started - self.set_up_s
+
+    def seconds(self) -> dict[str, float]:
+        """For the results: making the step and the providers with all checks, measuring, and everything."""
+        total_s = time.perf_counter() - self.started
+        return {"set_up": round(self.set_up_s, 2), "measured": round(self.measured_s, 2), "total": round(total_s, 2)}
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -84,7 +123,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(option, default=",".join(known), metavar="A,B,...", help=f"some of {' '.join(known)} (all)")
     parser.add_argument("--calls", type=int, default=2000, help="of each provider, scenario and measure (2000)")
     parser.add_argument(
-        "--seconds", type=float, default=22.0, help="for one scenario; slow providers make fewer calls then (22)"
+        "--seconds",
+        type=float,
+        default=22.0,
+        help="for one scenario, its set-up and checks included; slow providers make fewer calls then (22)",
+    )
+    parser.add_argument(
+        "--total", type=float, metavar="SECONDS", help="for everything; the scenarios still to come share what is left"
     )
     parser.add_argument("--trace", type=Path, action="append", default=[], help="a recorded trace as a scenario")
     parser.add_argument("--stock-wheel", type=Path, help="a wheel of vllm-omni 0.30, where it is not installed")
@@ -135,17 +180,19 @@ def _document(options: argparse.Namespace, machine: Machine, engine: EngineSourc
         "commit": options.commit or commit_of(REPOSITORY),
         "versions": versions,
         "host": host_facts(),
-        "settings": {"calls": options.calls, "seconds": options.seconds},
+        "settings": {"calls": options.calls, "seconds": options.seconds, "total": options.total},
         "scenarios": {},
         "rows": [],
     }
 
 
 def _scenarios(options: argparse.Namespace, machine: Machine) -> list[Callable[[], Scenario]]:
-    made: list[Callable[[], Scenario]] = [
-        lambda name=name: make_scenario(name, machine.device) for name in options.scenarios
-    ]
-    return made + [lambda path=path: trace_scenario(load_trace(path, machine.device)) for path in options.trace]
+    made: list[Callable[[], Scenario]] = [partial(make_scenario, name, machine.device) for name in options.scenarios]
+    return made + [partial(_trace_scenario, path, machine) for path in options.trace]
+
+
+def _trace_scenario(path: Path, machine: Machine) -> Scenario:
+    return trace_scenario(load_trace(path, machine.device))
 
 
 def _measure(
@@ -154,6 +201,7 @@ def _measure(
     options: argparse.Namespace,
     engine: EngineSource | None,
     compilations: CompileCounter,
+    clock: _Clock,
 ) -> list[dict[str, Any]]:
     """The rows of one scenario. Every provider is checked before any of them is timed."""
     checked: dict[str, Checked] = {}
@@ -171,10 +219,12 @@ def _measure(
                 notes[name] = f"error: {type(failure).__name__}: {failure}"
                 print(f"{scenario.name}, {name}: {notes[name]}", flush=True)
         able = [provider for provider in providers if provider.name in checked]
-        _tidy(machine)
+        gc.collect(1)  # what the checks have left; all else was collected before this scenario
+        machine.release_cached()
         gc.freeze()  # as the engine does once it is up
         bench = Bench(machine, scenario, able, compilations)
-        bench.run(Budget(options.calls, options.seconds))
+        bench.run(Budget(options.calls, clock.begin_measuring()))
+        clock.end_measuring()
         for name, what in bench.failures.items():
             notes[name] = f"error: {what}"
             print(f"{scenario.name}, {name}: {what}", flush=True)
@@ -210,9 +260,7 @@ def _row(
 
 def _tidy(machine: Machine) -> None:
     gc.collect()
-    machine.synchronize()
-    if machine.compute is not None:
-        torch.cuda.empty_cache()
+    machine.release_cached()
 
 
 if __name__ == "__main__":

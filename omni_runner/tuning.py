@@ -13,7 +13,7 @@ from spanpack import Packer, Plan, Snapshot, tune
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tuner; returns its exit status."""
-    return tune.main(argv, read_trace=read_workloads)
+    return tune.main(argv, read_trace=read_workloads, prog="omni-runner tune")
 
 
 def read_workloads(path: str, device: torch.device) -> list[tune.Workload]:

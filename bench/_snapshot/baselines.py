@@ -21,7 +21,8 @@ from bench._snapshot.scenarios import Scenario, tensors_of
 from omni_runner.builder_thread import BuilderThread
 from omni_runner.trace import TraceStep
 
-_SLOTS = 2  # a step is waited for before the slot of the one before it is used again
+_SLOTS = 2  # a step is waited for before the next: one would do, but would be warm in the device's cache
+_LARGE_BYTES = 64 << 20  # past any cache; pinning as much takes 50 ms
 _ALIGNMENT_BYTES = 16
 
 
@@ -60,7 +61,7 @@ class _OneBuffer(Provider):
         self._sizes = self._leaf_sizes(scenario)
         self._offsets = self._place(self._sizes)
         self._nbytes = self._offsets[-1]
-        self._slots = [self._make_slot() for _ in range(_SLOTS)]
+        self._slots = [self._make_slot() for _ in range(_SLOTS if self._nbytes < _LARGE_BYTES else 1)]
         self._next = 0
         self._thread = BuilderThread(f"bench-{self.name}")
 
@@ -95,7 +96,7 @@ class _OneBuffer(Provider):
         )
 
     def _take_slot(self) -> _Slot:
-        self._next = (self._next + 1) % _SLOTS
+        self._next = (self._next + 1) % len(self._slots)
         return self._slots[self._next]
 
     def _copy_out(self, slot: _Slot) -> None:
@@ -116,9 +117,7 @@ class _OneBuffer(Provider):
         return self._nbytes
 
     def hand_over(self, step: StepInput, taken: _Slot, *, only_wait: bool) -> Work:
-        work = Work(taken.landed.synchronize)
-        work.join = self._thread.submit(work.run).result
-        return work
+        return Work(taken.landed.synchronize).on_thread(self._thread)
 
     def leaf_bytes(self, taken: _Slot) -> list[Tensor]:
         pairs = zip(self._offsets, self._sizes, strict=False)
@@ -245,6 +244,7 @@ class OneCopy(_RawCopies):
 
     name = "one_copy"
     owns_bytes = False
+    hands_over = False
 
     def _leaf_sizes(self, scenario: Scenario) -> list[int]:
         return [math.ceil(scenario.payload_bytes)]
@@ -267,6 +267,7 @@ class DeviceCopy(_OneBuffer):
     name = "device_copy"
     owns_bytes = False
     lands = False
+    hands_over = False
 
     def __init__(self, machine: Machine, scenario: Scenario) -> None:
         super().__init__(machine, scenario)

@@ -21,6 +21,7 @@ _PANELS = (
     ("host_us", "Host time on the critical path: call and hand-over to the builder, GPU idle", tuple(_LOOKS)),
     ("ready_us", "From the call until every request's payload exists", ("ours", "stock_v1", "stock_v2")),
 )
+_DOTS = {"host_us": ("host_steady_us", "dot: the same in quick succession")}  # a second figure on each bar
 _ORDER = (
     "thinker_decode_1",
     "thinker_decode_8",
@@ -28,6 +29,7 @@ _ORDER = (
     "thinker_decode_256",
     "thinker_padded",
     "thinker_mixed",
+    "thinker_changing",
     "thinker_subset",
     "thinker_prefill_8k",
     "thinker_prefill_32k",
@@ -38,12 +40,14 @@ _ORDER = (
 )  # traces come behind
 _LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.4}
 _WIDTH_IN, _PANEL_IN = 12.0, 3.4
+_BARS_WIDTH = 0.84  # of all bars of a scenario together
 
 
 def draw(document: Document, file: Path) -> None:
     """Draw the chart; the file's suffix decides the format.
 
-    Bars are medians on a logarithmic axis, the thin line goes up to p99.9.
+    Bars are medians on a logarithmic axis, the thin line goes up to p99.9. A dot is the median of calls in quick
+    succession, where that was measured.
     """
     import matplotlib  # noqa: PLC0415  only charts need it
 
@@ -54,7 +58,8 @@ def draw(document: Document, file: Path) -> None:
     figure, axes = pyplot.subplots(len(_PANELS), 1, figsize=(_WIDTH_IN, _PANEL_IN * len(_PANELS)), layout="constrained")
     for axis, (measure, title, providers) in zip(axes, _PANELS, strict=True):
         _panel(axis, document, measure, providers)
-        axis.set_title(title, loc="left", fontsize=10)
+        dots = _dots(axis, document, measure, providers)
+        axis.set_title(f"{title}; {dots}" if dots else title, loc="left", fontsize=10)
     axes[0].legend(ncols=4, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, 1.28))
     versions = document["versions"]
     figure.supxlabel(
@@ -66,20 +71,49 @@ def draw(document: Document, file: Path) -> None:
     pyplot.close(figure)
 
 
-def _panel(axis: Any, document: Document, measure: str, providers: tuple[str, ...]) -> None:
-    rows = {(row["scenario"], row["provider"]): row[measure] for row in document["rows"]}
+def _scenarios(document: Document) -> list[str]:
     measured = document["scenarios"]
-    scenarios = [name for name in _ORDER if name in measured] + [name for name in measured if name not in _ORDER]
-    width = 0.84 / len(providers)
-    for place, provider in enumerate(providers):
-        found = [(number, figures) for number, name in enumerate(scenarios) if (figures := rows.get((name, provider)))]
+    return [name for name in _ORDER if name in measured] + [name for name in measured if name not in _ORDER]
+
+
+def _placed(
+    document: Document, measure: str, providers: tuple[str, ...], provider: str
+) -> tuple[list[float], list[dict[str, float]]]:
+    """Where a provider's bars stand, and the figures of each."""
+    rows = {(row["scenario"], row["provider"]): row.get(measure) for row in document["rows"]}
+    offset = (providers.index(provider) - (len(providers) - 1) / 2) * _BARS_WIDTH / len(providers)
+    found = [
+        (number + offset, figures)
+        for number, name in enumerate(_scenarios(document))
+        if (figures := rows.get((name, provider)))
+    ]
+    return [at for at, _ in found], [figures for _, figures in found]
+
+
+def _dots(axis: Any, document: Document, measure: str, providers: tuple[str, ...]) -> str:
+    """Mark the second figure of each bar; returns what the mark means, nothing where there is none."""
+    other, meaning = _DOTS.get(measure, ("", ""))
+    drawn = False
+    for provider in providers:
+        at, figures = _placed(document, other, providers, provider)
+        if at:
+            axis.scatter(
+                at, [each["p50"] for each in figures], 5, "#ffffff", linewidths=0.5, edgecolors="#222222", zorder=3
+            )
+            drawn = True
+    return meaning if drawn else ""
+
+
+def _panel(axis: Any, document: Document, measure: str, providers: tuple[str, ...]) -> None:
+    scenarios = _scenarios(document)
+    for provider in providers:
+        at, found = _placed(document, measure, providers, provider)
         if not found:
             continue
-        at = [number + (place - (len(providers) - 1) / 2) * width for number, _ in found]
-        typical = [figures["p50"] for _, figures in found]
+        typical = [figures["p50"] for figures in found]
         colour, label = _LOOKS[provider]
-        axis.bar(at, typical, width * 0.92, color=colour, label=label)
-        axis.vlines(at, typical, [figures["p999"] for _, figures in found], color="#444444", linewidth=0.6)
+        axis.bar(at, typical, _BARS_WIDTH / len(providers) * 0.92, color=colour, label=label)
+        axis.vlines(at, typical, [figures["p999"] for figures in found], color="#444444", linewidth=0.6)
         if provider in ("ours", "stock_v1"):
             for x, value in zip(at, typical, strict=True):
                 axis.text(x, value * 1.08, f"{value:.0f}", ha="center", va="bottom", fontsize=6, bbox=_LABEL_BOX)

@@ -16,6 +16,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from bench._snapshot.provider import Unavailable
@@ -39,6 +40,7 @@ class EngineSource:
         self.version = version
         self.origin = origin
         self._read = read
+        self._compiled: dict[tuple[Any, ...], CodeType] = {}  # providers are made anew for every scenario
 
     @classmethod
     def from_wheel(cls, wheel: Path) -> EngineSource:
@@ -103,27 +105,34 @@ class EngineSource:
         Unavailable
             The module or one of the names is not there: another version.
         """
+        methods = methods or {}
+        key = (module, None if names is None else tuple(names), tuple((name, tuple(methods[name])) for name in methods))
+        code = self._compiled.get(key)
+        if code is None:
+            code = self._compiled[key] = self._compile(module, names, methods)
+        namespace.setdefault("__name__", f"{PACKAGE}.{module}")
+        namespace.setdefault("init_logger", logging.getLogger)
+        namespace.setdefault("logger", logging.getLogger(PACKAGE))
+        # Classes look their module up while they are made.
+        sys.modules.setdefault(namespace["__name__"], type(sys)(namespace["__name__"]))
+        exec(code, namespace)
+
+    def _compile(self, module: str, names: Collection[str] | None, methods: Mapping[str, Collection[str]]) -> CodeType:
         path = f"{PACKAGE}/{module.replace('.', '/')}.py"
         try:
             tree = ast.parse(self._read(path), path)
         except (OSError, KeyError, SyntaxError) as error:
             raise Unavailable(f"vllm-omni {self.version} ({self.origin}): {path}: {error}") from error
-        methods = methods or {}
         missing = ({*names, *methods} if names is not None else set(methods)) - {
             name for statement in tree.body for name in _defines(statement)
         }
         body = [kept for statement in tree.body for kept in _keep(statement, names, methods, missing)]
         if missing:
             raise Unavailable(f"vllm-omni {self.version} ({self.origin}): {module} has no {', '.join(sorted(missing))}")
-        namespace.setdefault("__name__", f"{PACKAGE}.{module}")
-        namespace.setdefault("init_logger", logging.getLogger)
-        namespace.setdefault("logger", logging.getLogger(PACKAGE))
-        # Classes look their module up while they are made.
-        sys.modules.setdefault(namespace["__name__"], type(sys)(namespace["__name__"]))
-        code = compile(
+        code: CodeType = compile(
             ast.Module(body, type_ignores=[]), path, "exec", __future__.annotations.compiler_flag, dont_inherit=True
         )
-        exec(code, namespace)
+        return code
 
 
 def _keep(

@@ -34,6 +34,9 @@ class Machine(Protocol):
     def synchronize(self) -> None:
         """Wait until the device is idle."""
 
+    def release_cached(self) -> None:
+        """Wait until the device is idle, then give its unused memory back."""
+
     def occupy(self, duration_us: float) -> None:
         """Keep the producing stream busy from now on."""
 
@@ -68,6 +71,10 @@ class CudaMachine:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
+
+    def release_cached(self) -> None:
+        self.synchronize()
+        torch.cuda.empty_cache()
 
     def occupy(self, duration_us: float) -> None:
         torch.cuda._sleep(int(duration_us * self._cycles_per_us))
@@ -120,6 +127,9 @@ class CpuMachine:
         self.copy_stream: torch.cuda.Stream | None = None
 
     def synchronize(self) -> None:
+        pass
+
+    def release_cached(self) -> None:
         pass
 
     def occupy(self, duration_us: float) -> None:

@@ -1,8 +1,9 @@
-"""The measuring loops: providers take turns in one process, block by block.
+"""The measuring loops: providers take turns in one process, in blocks of calls.
 
-Every call stands alone: the device is idle before it (or busy with a long kernel, where that is what is measured), and
-the step is waited for before the next one. The provider before it is another one as often as not, and in an engine a
-whole step lies between two snapshots, so caches are no warmer than there.
+In most passes every call stands alone: its inputs are made, the device is synchronized (or busy with a long kernel,
+where that is what is measured), and the step is waited for before the next one. So a call comes after a thread switch
+and after other Python, as it does in an engine, where a whole step lies between two snapshots. The steady pass is the
+other end: nothing but the calls, one after the other.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from bench._snapshot.machine import CompileCounter, Machine
@@ -18,10 +20,13 @@ from bench._snapshot.provider import Provider, StepInput
 from bench._snapshot.scenarios import Scenario
 
 BLOCK_CALLS = 50
-FEWEST_CALLS = 60
+FEWEST_CALLS = 20  # also of the slowest provider, also when time is up
 _WARMUP_CALLS = 100
-_WARMUP_S = 0.1
+_FIRST_WARMUP_S = 0.1  # of a provider
+_WARMUP_S = 0.03  # of its later passes, which mostly find out what a call costs
 _FEWEST_WARMUP_CALLS = 6
+_STEADY_CALLS = 12  # in succession: the inputs of so many are still in the core's cache when they are used
+_LEAD_IN_CALLS = 2  # before them, not counted: they follow the making of the inputs, or another provider
 _BUSY_MARGIN_US = 80.0
 _now = time.perf_counter_ns
 
@@ -35,7 +40,8 @@ class Budget:
     calls : int
         Of each provider and pass, unless time runs out.
     seconds : float
-        For one scenario, all passes and providers together. Slow providers then make fewer calls, fast ones do not.
+        For all passes and providers together, their warm-up included. Slow providers then make fewer calls, fast ones
+        do not.
     """
 
     calls: int
@@ -47,6 +53,7 @@ class Samples:
     """What was measured of one provider in one scenario; times in nanoseconds."""
 
     host: list[float] = field(default_factory=list)
+    host_steady: list[float] = field(default_factory=list)
     host_busy: list[float] = field(default_factory=list)
     landed: list[float] = field(default_factory=list)
     ready: list[float] = field(default_factory=list)
@@ -58,11 +65,13 @@ class Samples:
 
 @dataclass(frozen=True)
 class _Pass:
-    """One kind of measurement: its share of the time, who takes part, and one call."""
+    """One kind of measurement: its share of the time, who takes part, and a block of so many calls."""
 
     share: float
     takes_part: Callable[[Provider], bool]
-    call: Callable[[Provider, StepInput, Samples], None]
+    block: Callable[[Provider, Samples, int], None]
+    warmup_s: float = _WARMUP_S
+    warmup_block: int = 1
 
 
 class Bench:
@@ -92,10 +101,11 @@ class Bench:
         self.samples = {provider.name: Samples() for provider in providers}
         self.failures: dict[str, str] = {}
         self._passes = (
-            _Pass(0.28, lambda provider: provider.lands, self._idle_call),
-            _Pass(0.32, lambda provider: True, self._busy_call),
-            _Pass(0.18, lambda provider: provider.lands, self._landed_call),
-            _Pass(0.22, lambda provider: provider.builds, self._ready_call),
+            _Pass(0.28, lambda provider: provider.lands, self._one_by_one(self._idle_call), warmup_s=_FIRST_WARMUP_S),
+            _Pass(0.12, lambda provider: provider.lands, self._steady_block, warmup_block=_STEADY_CALLS),
+            _Pass(0.26, lambda provider: True, self._one_by_one(self._busy_call)),
+            _Pass(0.15, lambda provider: provider.lands, self._one_by_one(self._landed_call)),
+            _Pass(0.19, lambda provider: provider.builds, self._one_by_one(self._ready_call)),
         )
 
     def run(self, budget: Budget) -> None:
@@ -117,7 +127,7 @@ class Bench:
                 continue
             scratch = Samples()
             durations_s: list[float] = []
-            self._attempt(provider, lambda p=provider, s=scratch, d=durations_s: self._warm_calls(measured, p, s, d))
+            self._attempt(provider, partial(self._warm_calls, measured, provider, scratch, durations_s))
             if durations_s:
                 settled = durations_s[len(durations_s) // 2 :]
                 costs_s[provider.name] = sum(settled) / len(settled)
@@ -127,13 +137,14 @@ class Bench:
         return {name: cost for name, cost in costs_s.items() if name not in self.failures}
 
     def _warm_calls(self, measured: _Pass, provider: Provider, samples: Samples, durations_s: list[float]) -> None:
-        end = time.perf_counter() + _WARMUP_S
-        while len(durations_s) < _FEWEST_WARMUP_CALLS or (
-            len(durations_s) < _WARMUP_CALLS and time.perf_counter() < end
+        count = measured.warmup_block
+        end = time.perf_counter() + measured.warmup_s
+        while len(durations_s) * count < _FEWEST_WARMUP_CALLS or (
+            len(durations_s) * count < _WARMUP_CALLS and time.perf_counter() < end
         ):
             start = time.perf_counter()
-            self._calls(measured, provider, samples, 1)
-            durations_s.append(time.perf_counter() - start)
+            measured.block(provider, samples, count)
+            durations_s.append((time.perf_counter() - start) / count)
 
     def _block(self, measured: _Pass, name: str, count: int) -> None:
         provider = next((provider for provider in self._providers if provider.name == name), None)
@@ -142,7 +153,7 @@ class Bench:
         samples = self.samples[name]
         pinned, own = self._machine.pinned_allocations(), provider.own_pinned_allocations()
         compiled = self._compilations.count
-        self._attempt(provider, lambda: self._calls(measured, provider, samples, count))
+        self._attempt(provider, partial(measured.block, provider, samples, count))
         # A provider's own counter sees what torch's does not, and the other way round.
         grown = max(
             _difference(pinned, self._machine.pinned_allocations()) or 0, provider.own_pinned_allocations() - own
@@ -159,10 +170,18 @@ class Bench:
             return False
         return True
 
-    def _calls(self, measured: _Pass, provider: Provider, samples: Samples, count: int) -> None:
-        for _ in range(count):
-            self._number += 1
-            measured.call(provider, StepInput.of(self._scenario.step(self._number)), samples)
+    def _next_step(self) -> StepInput:
+        self._number += 1
+        return StepInput.of(self._scenario.step(self._number))
+
+    def _one_by_one(
+        self, call: Callable[[Provider, StepInput, Samples], None]
+    ) -> Callable[[Provider, Samples, int], None]:
+        def block(provider: Provider, samples: Samples, count: int) -> None:
+            for _ in range(count):
+                call(provider, self._next_step(), samples)
+
+        return block
 
     def _idle_call(self, provider: Provider, step: StepInput, samples: Samples) -> None:
         self._machine.synchronize()
@@ -171,6 +190,32 @@ class Bench:
         work = provider.hand_over(step, taken, only_wait=True)
         samples.host.append(_now() - start)
         work.join()
+
+    def _steady_block(self, provider: Provider, samples: Samples, count: int) -> None:
+        """Calls in quick succession: nothing between two of them but the wait for the first one's work."""
+        for start in range(0, count, _STEADY_CALLS):
+            wanted = min(_STEADY_CALLS, count - start)
+            steps = [self._next_step() for _ in range(wanted + _LEAD_IN_CALLS)]
+            self._machine.synchronize()
+            times = [self._steady_call(provider, step) for step in steps]
+            samples.host_steady += times[_LEAD_IN_CALLS:]
+
+    @staticmethod
+    def _steady_call(provider: Provider, step: StepInput) -> int:
+        start = _now()
+        taken = provider.take(step)
+        work = provider.hand_over(step, taken, only_wait=True)
+        end = _now()
+        # Awake all along: a thread that sleeps here finds its core and its caches cold when it comes back.
+        if provider.hands_over:
+            while not (work.ready_ns and work.is_over()):
+                time.sleep(0)  # lets the builder have the interpreter
+            if work.failure is not None:
+                raise work.failure
+        else:
+            while not provider.is_landed(taken):
+                pass
+        return end - start
 
     def _busy_call(self, provider: Provider, step: StepInput, samples: Samples) -> None:
         machine = self._machine
@@ -267,6 +312,7 @@ def row(scenario: Scenario, name: str, samples: Samples, d2h_bytes: float, *, la
         "scenario": scenario.name,
         "provider": name,
         "host_us": percentiles_us(samples.host),
+        "host_steady_us": percentiles_us(samples.host_steady),
         "host_busy_us": percentiles_us(samples.host_busy),
         "landed_us": percentiles_us(samples.landed),
         "ready_us": percentiles_us(samples.ready),
@@ -277,6 +323,7 @@ def row(scenario: Scenario, name: str, samples: Samples, d2h_bytes: float, *, la
         "compilations": samples.compilations,
         "calls": {
             "host_us": len(samples.host),
+            "host_steady_us": len(samples.host_steady),
             "host_busy_us": len(samples.host_busy),
             "landed_us": len(samples.landed),
             "ready_us": len(samples.ready),

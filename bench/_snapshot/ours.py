@@ -162,9 +162,7 @@ class Ours(Provider):
                 return None
             return self._runner._build_omni_model_runner_output_from_snapshot(**step.builder_arguments(taken))
 
-        work = Work(build)
-        work.join = self._path.builder_thread.submit(work.run).result
-        return work
+        return Work(build).on_thread(self._path.builder_thread)
 
     def payloads(self, step: StepInput, work: Work) -> Payloads:
         return work.output.inter_stage_outputs
@@ -214,9 +212,7 @@ class OursStandalone(Provider):
         return taken.snapshot.plan.device_bytes
 
     def hand_over(self, step: StepInput, taken: spanpack.PackedTree, *, only_wait: bool) -> Work:
-        work = Work(taken.wait if only_wait else taken.views)
-        work.join = self._thread.submit(work.run).result
-        return work
+        return Work(taken.wait if only_wait else taken.views).on_thread(self._thread)
 
     def payloads(self, step: StepInput, work: Work) -> Payloads:
         found: Payloads = []

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bench._snapshot.machine import Machine
 from bench._snapshot.scenarios import Scenario
+from omni_runner.builder_thread import BuilderThread
 from omni_runner.reference import Payloads
 from omni_runner.trace import TraceStep
 
@@ -111,18 +112,38 @@ class Work:
         Waits for the bytes and makes the payloads.
     join : callable
         Waits for the work to be done; raises what it raised.
+    is_over : callable
+        Whether whoever runs it has also come to an end, asked once `ready_ns` is set.
+    failure : BaseException, optional
+        What it raised, for those who don't join.
+    ready_ns : int
+        When it was done, or had failed; 0 before.
     """
 
     build: Callable[[], Any]
     join: Callable[[], Any] = field(default=lambda: None)
+    is_over: Callable[[], bool] = field(default=lambda: True)
     output: Any = None
+    failure: BaseException | None = None
     ready_ns: int = 0
 
     def run(self) -> Any:
         """Run on the builder's thread."""
-        self.output = self.build()
-        self.ready_ns = time.perf_counter_ns()
+        try:
+            self.output = self.build()
+        except BaseException as failure:
+            self.failure = failure
+            raise
+        finally:
+            self.ready_ns = time.perf_counter_ns()
         return self.output
+
+    def on_thread(self, thread: BuilderThread) -> Work:
+        """Queue it on a thread."""
+        job = thread.submit(self.run)
+        self.join = job.result
+        self.is_over = lambda: job.settled
+        return self
 
 
 class Provider(ABC):
@@ -140,12 +161,15 @@ class Provider(ABC):
         Whether the sources may be overwritten right after the call. False for the ceilings.
     lands : bool
         Whether bytes reach the host.
+    hands_over : bool
+        Whether there is a builder, which is told. False for the ceilings.
     """
 
     name: ClassVar[str]
     builds: ClassVar[bool] = True
     owns_bytes: ClassVar[bool] = True
     lands: ClassVar[bool] = True
+    hands_over: ClassVar[bool] = True
 
     def __init__(self, machine: Machine, scenario: Scenario) -> None:
         self.machine = machine

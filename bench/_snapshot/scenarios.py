@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from random import Random
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ HIDDEN_SIZE = 2048  # of the Thinker
 CODEBOOKS = 16  # of the Talker and of Qwen3-TTS
 GRAPH_REQUESTS = 64  # requests that the engine's metadata buffers are sized for, as recorded
 TTS_ADDRESS_SETS = 61  # more than any cache of addresses should hold
+# Providers take turns in blocks of 50 calls. One that remembers 256 steps, 64 keys of four shapes, would have to see
+# one again within its last 256 calls; with up to 15 providers so many steps keep those further apart.
+CHANGING_STEPS = 4096
 
 _DTYPES = (torch.bfloat16, torch.float32, torch.int64, torch.int8, torch.float16, torch.int32, torch.uint8)
 _WIDTHS = (16, 64, 7, 256, 1, 33)
@@ -38,12 +42,15 @@ class Scenario:
     description : str
         One line for people.
     steps : tuple of TraceStep
-        Taken in turn. They differ in addresses only, except for a trace.
+        Taken in turn.
+    num_kinds : int
+        How many of the first steps stand for all: 1 where steps differ in addresses only.
     """
 
     name: str
     description: str
     steps: tuple[TraceStep, ...]
+    num_kinds: int = 1
 
     def step(self, number: int) -> TraceStep:
         """The step of call `number`, with containers and tensor objects of its own, as a model yields them anew."""
@@ -51,8 +58,11 @@ class Scenario:
 
     @property
     def distinct_steps(self) -> tuple[TraceStep, ...]:
-        """One of each kind: all for a trace, the first where only addresses differ."""
-        return self.steps if self.name.startswith("trace_") else self.steps[:1]
+        """What is checked, and what figures that don't come from a clock are averages over.
+
+        All steps of a trace, the first where only addresses differ, the first few where every step is another.
+        """
+        return self.steps[: self.num_kinds]
 
     @cached_property
     def payload_bytes(self) -> float:
@@ -196,6 +206,16 @@ class _Maker:
         }
         return (self.step(counts, tree, hidden=hidden, consumers=consumers),)
 
+    def changing_thinker(self, decodes: int, prefills: Sequence[tuple[int, ...]]) -> tuple[TraceStep, ...]:
+        """A step for each set of prefills. Their rows lie at the same addresses, as those of CUDA graphs do."""
+        (longest,) = self.thinker([*[1] * decodes, *max(prefills, key=sum)])
+        steps = []
+        for lengths in prefills:
+            counts = [*[1] * decodes, *lengths]
+            cut = map_tensors(longest, partial(_first_rows, rows=sum(counts)))
+            steps.append(self.step(counts, cut.multimodal_outputs, hidden=cut.hidden_states))
+        return tuple(steps)
+
     def talker(self, requests: int) -> tuple[TraceStep, ...]:
         tree = {"codes": {"audio": self.tensor(torch.int64, requests, CODEBOOKS)}}
         return (self.step([1] * requests, tree),)
@@ -222,6 +242,21 @@ class _Maker:
             for index in range(count)
         }
         return (self.step([1] * requests, tree),)
+
+
+def _first_rows(leaf: Tensor, rows: int) -> Tensor:
+    return leaf[:rows]
+
+
+def _changing_prefills() -> list[tuple[int, ...]]:
+    """Four lengths for each of `CHANGING_STEPS` steps, no two alike; the longest first: memory is reserved for it."""
+    source = Random(0)
+    found: dict[tuple[int, ...], None] = {}
+    while len(found) < CHANGING_STEPS:
+        found[tuple(source.randint(200, 1200) for _ in range(4))] = None
+    lengths = list(found)
+    lengths.insert(0, lengths.pop(lengths.index(max(lengths, key=sum))))
+    return lengths
 
 
 _MIXED_PREFILLS = (300, 512, 850, 1200)
@@ -252,6 +287,10 @@ _RECIPES: dict[str, _Recipe] = {
         "Thinker, 60 decodes and four prefills of 300 to 1,200 tokens",
         lambda make: make.thinker([*[1] * 60, *_MIXED_PREFILLS]),
     ),
+    "thinker_changing": (
+        "Thinker, 60 decodes and four prefills of 200 to 1,200 tokens, other ones in every step",
+        lambda make: make.changing_thinker(60, _changing_prefills()),
+    ),
     "thinker_subset": (
         "Thinker, 64 requests with 256 tokens each, 8 of them with a consumer",
         lambda make: make.thinker([256] * 64, consumers=range(3, 64, 8)),
@@ -265,12 +304,13 @@ _RECIPES: dict[str, _Recipe] = {
 }
 
 SCENARIO_NAMES = tuple(_RECIPES)
+_KINDS = {"thinker_changing": 8}  # steps that stand for all, where they differ in more than addresses
 
 
 def make_scenario(name: str, device: torch.device) -> Scenario:
     """Allocate the tensors of one of `SCENARIO_NAMES`."""
     description, make_steps = _RECIPES[name]
-    return Scenario(name, description, make_steps(_Maker(device)))
+    return Scenario(name, description, make_steps(_Maker(device)), _KINDS.get(name, 1))
 
 
 def trace_scenario(trace: Trace) -> Scenario:
@@ -285,7 +325,7 @@ def trace_scenario(trace: Trace) -> Scenario:
     if not steps:
         raise ValueError(f"trace {trace.source} has no dense asynchronous step")
     name = trace.source.rpartition("/")[2]
-    return Scenario(f"trace_{name}", f"recorded: {trace.stage}, {len(steps)} steps in turn", steps)
+    return Scenario(f"trace_{name}", f"recorded: {trace.stage}, {len(steps)} steps in turn", steps, len(steps))
 
 
 def _with_hidden(step: TraceStep) -> TraceStep:

@@ -164,6 +164,7 @@ class StockV1(Provider):
                 raise output._background_exception
 
         work.join = join
+        work.is_over = lambda: not thread.is_alive()
         thread.start()
         return work
 
@@ -299,6 +300,7 @@ class StockV2(Provider):
         taken.work = Work(taken.build)
         future = self._worker.submit(taken, self._plane)._future
         taken.work.join = future.result
+        taken.work.is_over = future.done
         return taken.work
 
     def payloads(self, step: StepInput, work: Work) -> Payloads:

@@ -15,7 +15,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.engine.core import EngineCore
 
-from bench.engine.cells import Cell, Pass
+from bench.engine.cells import WARMUP_STEPS, Cell, Pass
 from bench.engine.consumer import consume_chunks
 from bench.engine.digests import Trail, request_index, signature
 from bench.engine.engine import runner_of
@@ -27,7 +27,6 @@ from bench.engine.stages import Stage
 from bench.engine.timeline import Profile, profiled_steps
 from bench.engine.variants import Variants, resolve
 
-WARMUP_STEPS = 15  # of a measured pass, left out of its figures
 WARM_PASS_STEPS = 12  # of the pass before it
 HASHED_STEPS = 16
 
@@ -96,6 +95,7 @@ class Bench:
             process_cpu_us=cpu_ns / 1e3,
             engine_cpu_us=own_cpu_ns / 1e3,
             path={name: count - path_before.get(name, 0) for name, count in packed_path_counts(self.runner).items()},
+            gc_us=list(self.probes.gc_us),
         )
         self._quiet()
         return taken
@@ -123,6 +123,7 @@ class Bench:
             seconds=seconds,
             tokens=requests * steps,
             pinned_bytes=self.pinned.peak_bytes(ours=variant == "ours"),
+            gc_us=list(self.probes.gc_us),
         )
         cell.add(taken, WARMUP_STEPS)
         report: dict[str, Any] = {**cell.figures(sender=False), "held": len(tasks)}
@@ -138,6 +139,14 @@ class Bench:
             self.run(requests, recorder.last_step + 12, on_step=recorder.on_step)
         self._quiet()
         return recorder.profile()
+
+    def save_traces(self, path: Path, about: dict[str, Any]) -> None:
+        """Record steps of the stock runner in which some requests are prefilled while others decode."""
+        from bench.engine.recording import record  # noqa: PLC0415  needs safetensors, which no other pass does
+
+        self.variants.apply("stock")
+        with record(self.runner, path, about, steps=10):
+            self.run(5, 12, steps_apart=2)
 
     def recover(self) -> None:
         """Abort whatever a failed pass left behind."""
@@ -212,15 +221,6 @@ def packed_path_counts(runner: Any) -> dict[str, int]:
     pack = taken["pack"] or {}
     counts |= {f"fallback: {reason}": count for reason, count in pack.get("fallbacks", {}).items()}
     return counts
-
-
-def save_traces(bench: Bench, path: Path, about: dict[str, Any]) -> None:
-    """Record steps of the stock runner in which some requests are prefilled while others decode."""
-    from bench.engine.recording import record  # noqa: PLC0415  needs safetensors, which no other pass does
-
-    bench.variants.apply("stock")
-    with record(bench.runner, path, about, steps=10):
-        bench.run(5, 12, steps_apart=2)
 
 
 def _held_difference(tasks: list[Any], stock: Trail) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from bench.engine.probes import Span, quantiles, steady, step_times_us, wall_us
 
+WARMUP_STEPS = 15  # of a measured pass, left out of its figures
 # Figures of a row, each p50 and p99 in microseconds of wall time.
 TIMED = ("sample_tokens", "snapshot", "output_object", "builder", "get_output", "execute_model", "schedule", "update")
 
@@ -27,6 +28,7 @@ class Pass:
     process_cpu_us: float = 0.0
     engine_cpu_us: float = 0.0
     path: Mapping[str, int] = field(default_factory=dict)
+    gc_us: Sequence[float] = ()
 
 
 @dataclass
@@ -57,6 +59,7 @@ class Cell:
         path: Counter[str] = Counter()
         for taken in self.passes:
             path.update(taken.path)
+        gc_us = [pause for taken in self.passes for pause in taken.gc_us]
         pinned = [taken.pinned_bytes for taken in self.passes if taken.pinned_bytes is not None]
         return {
             "tokens_per_s": round(sum(taken.tokens for taken in self.passes) / seconds, 1),
@@ -66,6 +69,8 @@ class Cell:
             "backlog": max(taken.backlog for taken in self.passes),
             # CPU time of the threads, mean per step.
             "cpu_us": {key: round(fmean(values), 1) for key, values in self.cpu_us.items() if values},
+            # Pauses for garbage collection, over whole passes: a full one looks at every payload that is alive.
+            "gc_us": {"longest": round(max(gc_us, default=0.0), 1), "total": round(sum(gc_us), 1)},
             "steps": len(self.times_us["step"]),
             "passes": len(self.passes),
             "path": dict(path),

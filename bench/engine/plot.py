@@ -3,7 +3,8 @@
 python -m bench.engine.plot bench/results/nvidia-h200 --into docs/figures
 
 `gap.svg` shows consecutive decode steps of a stage, stock above ours on one time scale, and the gap between them.
-`throughput.svg` shows tokens per second of every variant, with and without the sender thread.
+`throughput.svg` shows tokens per second and step times of every variant with the sender thread, its chunks unread and
+taken, and without.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -147,51 +149,89 @@ def _tick(span: float) -> float:
     return tick
 
 
-def _legend(drawing: Drawing, names: Mapping[str, str], colours: Mapping[str, str]) -> None:
+def _legend(
+    drawing: Drawing,
+    names: Mapping[str, str],
+    colours: Mapping[str, str],
+    opacities: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     x, y = float(LEFT), drawing.height + 6
     for key, name in names.items():
         width = 18 + 6.4 * len(name) + 14
         if x + width > WIDTH - RIGHT:
             x, y = float(LEFT), y + 20
-        drawing.rect(x, y, 12, 12, colours[key], rx="2")
+        drawing.rect(x, y, 12, 12, colours[key], rx="2", opacity=opacities.get(key, "1"))
         drawing.text(x + 17, y + 10, name, colour=MUTED)
         x += width
     drawing.height = y + 26
 
 
 def draw_throughput(result: Mapping[str, Any], engine: str, stages: Sequence[str], requests: int = 64) -> str:
-    """Bars of tokens per second by stage and variant: filled with the sender, outlined without."""
-    rates = {
-        (row["stage"], row["variant"], row["sender"]): row["tokens_per_s"]
-        for row in result["rows"]
-        if row["engine"] == engine and row["requests"] == requests
-    }
-    drawing = Drawing(
-        "Tokens per second with the connector's sender thread",
-        f"{requests} requests, vllm-omni {engine}, {result['gpu']}; the mark shows the same variant without the sender",
+    """Bars of tokens per second by stage and variant: with chunks that nobody takes, with a reader, and a mark without.
+
+    Beside each stands p50 and p99 of the step.
+    """
+    found = _throughput_rows(result, engine, requests)
+    kinds = [kind for kind in _KINDS if any(key[2] == kind for key in found)]
+    note = (
+        f"{requests} requests, vllm-omni {engine}, {result['gpu']}; the mark shows the same variant without the sender"
     )
+    drawing = Drawing("Tokens per second with the connector's sender thread", note)
     for stage in stages:
-        present = [variant for variant in VARIANT_NAMES if (stage, variant, True) in rates]
+        present = [variant for variant in VARIANT_NAMES if any((stage, variant, kind) in found for kind in kinds)]
         if not present:
             continue
-        most = max(rate for (of_stage, _, _), rate in rates.items() if of_stage == stage)
-        scale = (WIDTH - 220 - 110) / most
+        most = max(row["tokens_per_s"] for (of_stage, _, _), row in found.items() if of_stage == stage)
+        scale = (WIDTH - _BARS_LEFT - 250) / most
         drawing.text(20, drawing.height + 18, STAGE_NAMES[stage], size=14, weight=600)
         drawing.height += 28
         for variant in present:
-            y, rate = drawing.height, rates[stage, variant, True]
-            drawing.text(210, y + 15, VARIANT_NAMES[variant], colour=MUTED, anchor="end")
-            drawing.rect(220, y, rate * scale, LANE + 2, VARIANT_COLOURS[variant], rx="3")
-            alone = rates.get((stage, variant, False))
-            end = rate * scale
-            if alone is not None:
-                drawing.line(220 + alone * scale, y - 2, 220 + alone * scale, y + LANE + 4, INK, dash="3 2")
-                end = max(end, alone * scale)
-            gain = rate / rates[stage, "stock", True]
-            drawing.text(226 + end, y + 15, f"{rate:,.0f}  ({gain:.2f}x)", weight=600 if variant == "ours" else 400)
-            drawing.height += LANE + LANE_GAP + 4
-    drawing.height += 12
+            _throughput_bars(drawing, found, stage, variant, scale)
+    drawing.height += 4
+    if "consumed" in kinds:
+        _legend(drawing, _KINDS, dict.fromkeys(_KINDS, VARIANT_COLOURS["ours"]), {"consumed": _PALE})
+    drawing.height += 8
     return drawing.svg()
+
+
+_BARS_LEFT = 220
+_PALE = "0.45"  # opacity of the bars with a reader
+_KINDS = {"unread": "nobody takes the chunks", "consumed": "a process takes the chunks, as a next stage does"}
+_Rows = Mapping[tuple[str, str, str], Mapping[str, Any]]  # by stage, variant and "alone" or one of _KINDS
+
+
+def _throughput_rows(result: Mapping[str, Any], engine: str, requests: int) -> _Rows:
+    rows = [(row, "unread" if row["sender"] else "alone") for row in result["rows"]]
+    rows += [(row, "consumed") for row in result["consumed"]]
+    return {
+        (row["stage"], row["variant"], kind): row
+        for row, kind in rows
+        if (row["engine"], row["requests"]) == (engine, requests)
+    }
+
+
+def _throughput_bars(drawing: Drawing, found: _Rows, stage: str, variant: str, scale: float) -> None:
+    """The bars of one variant, one below the other."""
+    kinds = [kind for kind in _KINDS if (stage, variant, kind) in found]
+    top = drawing.height
+    drawing.text(_BARS_LEFT - 10, top + 15, VARIANT_NAMES[variant], colour=MUTED, anchor="end")
+    alone = found.get((stage, variant, "alone"))
+    mark = 0.0 if alone is None else alone["tokens_per_s"] * scale
+    for kind in kinds:
+        y, row = drawing.height, found[stage, variant, kind]
+        rate, step = row["tokens_per_s"], row["step_us"]
+        opacity = {"opacity": _PALE} if kind == "consumed" else {}
+        drawing.rect(_BARS_LEFT, y, rate * scale, LANE, VARIANT_COLOURS[variant], rx="3", **opacity)
+        stock = found.get((stage, "stock", kind))
+        gain = "" if stock is None else f" ({rate / stock['tokens_per_s']:.2f}x)"
+        x = _BARS_LEFT + max(rate * scale, mark) + 8
+        drawing.text(x, y + 14, f"{rate:,.0f}{gain}", weight=600 if variant == "ours" else 400)
+        if step is not None:
+            drawing.text(x + 96, y + 14, f"step {step['p50'] / 1e3:.1f}, p99 {step['p99'] / 1e3:.0f} ms", colour=MUTED)
+        drawing.height += LANE + 3
+    if alone is not None and kinds:
+        drawing.line(_BARS_LEFT + mark, top - 2, _BARS_LEFT + mark, drawing.height - 1, INK, dash="3 2")
+    drawing.height += LANE_GAP + 2
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 import time
 from collections import defaultdict
@@ -39,6 +40,9 @@ class Probes:
     def __init__(self, runner: Any, scheduler: Any) -> None:
         self.on = False
         self.spans: defaultdict[str, list[Span]] = defaultdict(list)
+        self.gc_us: list[float] = []  # pauses for garbage collection, whichever thread made them
+        self._gc_start_ns = 0
+        gc.callbacks.append(self._watch_gc)
         self._watched: set[type] = set()
         self._inside = threading.local()
         for name, key in RUNNER_METHODS.items():
@@ -49,6 +53,7 @@ class Probes:
 
     def start(self) -> None:
         self.spans.clear()
+        self.gc_us.clear()
         self.on = True
 
     def stop(self) -> None:
@@ -86,6 +91,12 @@ class Probes:
             return result
 
         setattr(owner, name, call_and_look if then else timed)
+
+    def _watch_gc(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            self._gc_start_ns = time.perf_counter_ns()
+        elif self.on:
+            self.gc_us.append((time.perf_counter_ns() - self._gc_start_ns) / 1e3)
 
     def _watch_output(self, output: Any) -> None:
         """Time the class of asynchronous outputs; seen first in the passes before a measured one."""

@@ -2,8 +2,9 @@
 
 python -m bench.engine.run --out OUT [--engine FOLDER]
 
-Each stage runs in a process of its own. They start side by side, which takes minutes, and measure one after the other.
-OUT gets engine.json (rewritten as results come in), gap.json, profiles.tar, traces.tar and logs/.
+Each stage runs in a process of its own. They start side by side, which takes minutes, and measure in turns: first the
+hashed passes of all stages, then the table from the most requests down, then the extras (`phases.py`). OUT gets
+engine.json (rewritten as results come in), gap.json, profiles.tar, traces.tar and logs/.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ import sys
 import tarfile
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench.engine.environment import REPOSITORY, engine_environment
 from bench.engine.model_folders import write_models
+from bench.engine.phases import Phase, all_phases, turn_s
 from bench.engine.report import merge, summary
 from bench.engine.stages import EXTRAS, STAGES, VARIANTS
 
 SECONDS_APART = 4.0  # between two starts: an engine measures the GPU's free memory while it starts
 GRACE_S = 15.0
-# Share of the remaining time, where all stages are still to come: thinker has the most to measure.
+# Share of the remaining time, where all stages have a phase still to come: thinker has the most to measure.
 SHARES = {"thinker": 0.48, "tts": 0.25, "talker": 0.27}
 # The backlog is the Thinker's alone: its payloads are the large ones.
 STAGE_EXTRAS = {"thinker": EXTRAS, "tts": ("profile", "consumer", "traces"), "talker": ("profile", "traces")}
@@ -38,11 +40,21 @@ def say(*parts: object) -> None:
 
 @dataclass
 class Child:
-    """A stage's process."""
+    """A stage's process.
+
+    Attributes
+    ----------
+    phases
+        Still to come, with their rank among those of all stages.
+    turns
+        That it has been given.
+    """
 
     stage: str
     process: subprocess.Popen[str]
     result: Path
+    phases: list[tuple[int, Phase]] = field(default_factory=list)
+    turns: int = 0
 
     @property
     def ready(self) -> bool:
@@ -52,19 +64,34 @@ class Child:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def go(self, seconds: float) -> None:
-        """Let it measure for so many seconds; with 0 it gives up."""
+    @property
+    def is_idle(self) -> bool:
+        """Whether all turns that it was given are over."""
+        done = self.result.with_suffix(".turns")
+        return (int(done.read_text() or 0) if done.exists() else 0) >= self.turns
+
+    def go(self, phase: Phase, seconds: float) -> None:
+        """Let it measure for so many seconds."""
         assert self.process.stdin is not None
+        self.turns += 1
         try:
-            self.process.stdin.write(f"{seconds:.1f}\n" if seconds > 0 else "")
-            self.process.stdin.close()
+            self.process.stdin.write(f"{seconds:.1f} {phase}\n")
+            self.process.stdin.flush()
         except BrokenPipeError:
             pass  # it has ended by itself
 
-    def end(self) -> None:
-        if self.alive:
+    def end(self, patience_s: float = 0.0) -> int:
+        """End it, by itself if it does so in time; returns its exit status."""
+        try:
+            if self.process.stdin is not None and not self.process.stdin.closed:
+                self.process.stdin.close()
+        except BrokenPipeError:
+            pass
+        try:
+            return self.process.wait(patience_s)
+        except subprocess.TimeoutExpired:
             self.process.kill()
-        self.process.wait()
+        return self.process.wait()
 
 
 class Session:
@@ -75,7 +102,8 @@ class Session:
         self.scratch = scratch
         self.deadline = _STARTED + args.seconds
         self.children: list[Child] = []
-        self.measured: list[str] = []
+        self.failures: list[dict[str, str]] = []
+        self.skipped: list[dict[str, str]] = []
         (args.out / "logs").mkdir(parents=True, exist_ok=True)
 
     def start(self) -> None:
@@ -89,14 +117,12 @@ class Session:
                 sys.executable, "-m", "bench.engine.stage_process", "--stage", stage,
                 "--model", str(models[STAGES[stage].model]), "--out", str(result), "--scratch", str(self.scratch),
                 "--requests", *map(str, self.args.requests), "--variants", *self.args.variants,
-                "--rounds", str(self.args.rounds),
-                "--extras", *(extra for extra in STAGE_EXTRAS[stage] if extra in self.args.extras),
             ]  # fmt: skip
             with (self.args.out / "logs" / f"{stage}.log").open("w") as log:
                 process = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, cwd=REPOSITORY, env=environment
                 )
-            self.children.append(Child(stage, process, result))
+            self.children.append(Child(stage, process, result, self._phases(stage)))
             say(f"{stage}: process {process.pid}")
 
     def wait_until_ready(self) -> None:
@@ -110,24 +136,60 @@ class Session:
             say(f"{child.stage}:", "ready" if child.ready else "still starting" if child.alive else "FAILED to start")
 
     def measure(self) -> None:
-        """One stage after the other; the time that one leaves is the next one's."""
-        waiting = sorted(self.children, key=lambda child: (not child.ready, list(SHARES).index(child.stage)))
-        while waiting:
-            child = waiting.pop(0)
-            left = self.deadline - time.monotonic() - GRACE_S
-            seconds = left * SHARES[child.stage] / sum(SHARES[other.stage] for other in [child, *waiting])
-            child.go(seconds)
-            if seconds > 0:
-                say(f"{child.stage}: measures for up to {seconds:.0f} s")
-                self._watch(child, time.monotonic() + seconds + GRACE_S / 2)
-            child.end()
-            self.write()
-            say(f"{child.stage}: exit status {child.process.returncode}")
+        """Give the stages their turns. One that starts late catches up before anything less important is done."""
+        while waiting := [child for child in self.children if child.phases and child.alive]:
+            if time.monotonic() > self.deadline - GRACE_S:
+                break
+            ready = [child for child in waiting if child.ready]
+            if ready:
+                # The first of the most important; stages come in the order of SHARES.
+                self._turn(min(ready, key=lambda child: (child.phases[0][0], list(SHARES).index(child.stage))), waiting)
+            else:
+                time.sleep(0.3)
+        for child in self.children:
+            self._finish(child)
+        self.write()
+
+    def _turn(self, child: Child, waiting: list[Child]) -> None:
+        rank, phase = child.phases[0]
+        rivals = [other.stage for other in waiting if any(at == rank for at, _ in other.phases)]
+        profiles = sum(any(later.name == "profile" for _, later in other.phases) for other in waiting)
+        share = SHARES[child.stage] / sum(SHARES[stage] for stage in rivals)
+        seconds = turn_s(phase, self.deadline - time.monotonic() - GRACE_S, profiles, share)
+        say(f"{child.stage}: {phase}, for up to {seconds:.0f} s")
+        child.go(phase, seconds)
+        self._watch(child)
+        if child.is_idle:
+            child.phases.pop(0)
+
+    def _finish(self, child: Child) -> None:
+        """End a process, and note what it has not come to."""
+        ready, alive, idle = child.ready, child.alive, child.is_idle
+        status = child.end(patience_s=GRACE_S / 3 if ready and idle else 0.0)
+        say(f"{child.stage}: exit status {status}")
+        left = [str(phase) + " once more" * phase.is_repeated for _, phase in child.phases]
+        if not ready or not alive:
+            state = f"ended with status {status}" if not alive else "was still starting when the time was over"
+            what = f"the process {state}, see logs/{child.stage}.log"
+            self.failures.append(
+                {"stage": child.stage, "at": left[0] if ready and left else "start", "traceback": what}
+            )
+        elif left and not idle:
+            left[0] += ", unfinished"
+        self.skipped += [{"stage": child.stage, "what": what} for what in left]
+
+    def _phases(self, stage: str) -> list[tuple[int, Phase]]:
+        """Those of a stage, with their rank among those of all stages."""
+        phases = all_phases(self.args.requests, self.args.rounds, self.args.extras)
+        return [(at, phase) for at, phase in enumerate(phases) if phase.name not in _other_extras(stage)]
 
     def write(self) -> dict[str, Any]:
         """Write what the stages have measured so far."""
         parts = [json.loads(child.result.read_text()) for child in self.children if child.result.exists()]
         found = merge(parts)
+        engines = {part["stage"]: part["engine"] for part in parts}
+        for name, notes in (("errors", self.failures), ("skipped", self.skipped)):
+            found["engine"][name] += [{"engine": engines.get(note["stage"], "?"), **note} for note in notes]
         (self.args.out / "engine.json").write_text(json.dumps(found["engine"], indent=1))
         (self.args.out / "gap.json").write_text(json.dumps(found["gap"]))
         return found["engine"]
@@ -147,15 +209,20 @@ class Session:
         for child in self.children:
             child.end()
 
-    def _watch(self, child: Child, latest: float) -> None:
-        """Wait for the process, and write its results as they come in."""
+    def _watch(self, child: Child) -> None:
+        """Wait for the end of the turn, and write results as they come in."""
         written = 0.0
-        while child.alive and time.monotonic() < latest:
-            time.sleep(0.5)
+        while child.alive and not child.is_idle and time.monotonic() < self.deadline - GRACE_S / 3:
+            time.sleep(0.05)
             changed = child.result.stat().st_mtime if child.result.exists() else 0.0
             if changed > written:
                 written = changed
                 self.write()
+
+
+def _other_extras(stage: str) -> set[str]:
+    """Extras that are not for this stage."""
+    return set(EXTRAS) - set(STAGE_EXTRAS[stage])
 
 
 def parse_args() -> argparse.Namespace:

@@ -1,4 +1,7 @@
-"""Random payloads, spans, strides, dtypes, consumers and rules on the GPU: ``SPANPACK_EXAMPLES=20000`` for them all."""
+"""Random payloads, spans, strides, dtypes, consumers and rules on the GPU.
+
+``SPANPACK_EXAMPLES=20000`` for them all, ``SPANPACK_FIRST_SEED`` for others; docs/testing.md runs them side by side.
+"""
 
 from __future__ import annotations
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,9 +22,9 @@ from bench._snapshot import measure, results
 from bench._snapshot.baselines import ForeachCopy, TorchCat
 from bench._snapshot.check import WrongBytes, check
 from bench._snapshot.engine_source import EngineSource
-from bench._snapshot.machine import CpuMachine
+from bench._snapshot.machine import CompileCounter, CpuMachine
 from bench._snapshot.ours import Ours, OursStandalone
-from bench._snapshot.provider import Provider, StepInput, Unavailable
+from bench._snapshot.provider import Provider, StepInput, Unavailable, Work
 from bench._snapshot.scenarios import SCENARIO_NAMES, Scenario, make_scenario, tensors_of, tree_tensors
 from bench._snapshot.stock import StockV1, StockV2
 
@@ -56,6 +60,22 @@ def test_figures_of_the_thinker() -> None:
     padded = make_scenario("thinker_padded", CPU)
     assert padded.payload_bytes == 48 * 6 * 2048 * 2
     assert tensors_of(padded.steps[0])[0].shape == (64, 2048)
+
+
+def test_no_two_steps_of_the_changing_thinker_are_alike() -> None:
+    scenario = make_scenario("thinker_changing", CPU)
+    assert len({step.num_scheduled_tokens for step in scenario.steps}) == len(scenario.steps) > 15 * 256
+    assert sum(scenario.steps[0].num_scheduled_tokens) == max(sum(step.num_scheduled_tokens) for step in scenario.steps)
+    assert len(scenario.distinct_steps) == 8
+    storages = {leaf.untyped_storage().data_ptr() for step in scenario.steps for leaf in tensors_of(step)}
+    assert len(storages) == 4  # hidden rows, two layers, and what the embeddings are views of
+    assert tensors_of(scenario.steps[1])[0].shape == (sum(scenario.steps[1].num_scheduled_tokens), 2048)
+
+
+@pytest.mark.parametrize("kind", [TorchCat, ForeachCopy], ids=lambda kind: kind.name)
+def test_what_prepares_for_one_shape_cannot_change(kind: type[Provider]) -> None:
+    with pytest.raises(Unavailable, match="different shapes"):
+        kind(CpuMachine(), make_scenario("thinker_changing", CPU))
 
 
 def test_every_step_has_objects_of_its_own() -> None:
@@ -124,17 +144,141 @@ def test_results_have_the_agreed_form(tmp_path: Path) -> None:
     rows = {(row["scenario"], row["provider"]): row for row in document["rows"]}
     assert len(rows) == 8
     ours = rows["talker_decode_64", "ours"]
-    for field in ("host_us", "landed_us", "ready_us"):
+    for field in ("host_us", "host_steady_us", "landed_us", "ready_us"):
         assert ours[field].keys() == PERCENTILES
         assert ours["calls"][field] >= 4
     assert ours["d2h_bytes"] == ours["payload_bytes"] == 64 * 16 * 8
     assert ours["pinned_allocations"] == 0
     assert rows["talker_decode_64", "torch_cat"]["ready_us"] is None
     assert rows["talker_decode_64", "one_copy"]["host_us"] is None
+    assert rows["talker_decode_64", "torch_cat"]["host_steady_us"].keys() == PERCENTILES
+    assert rows["talker_decode_64", "device_copy"]["host_steady_us"] is None
+    assert document["scenarios"]["talker_decode_64"]["seconds"].keys() == {"set_up", "measured", "total"}
     assert "CUDA" in rows["talker_decode_64", "one_copy"]["note"]
     assert not [row for row in document["rows"] if "error" in row]
     assert "thinker_decode_1" in results.table(document)
     assert "thinker_decode 256 / 1" in results.targets_table(document)
+
+
+class _Noting(TorchCat):
+    """Notes whether the work of the call before was over when a call began, and what was made of its inputs."""
+
+    def __init__(self, machine: CpuMachine, scenario: Scenario) -> None:
+        super().__init__(machine, scenario)
+        self.last: Work | None = None
+        self.early = 0
+        self.fails_at = -1
+        self.calls = 0
+
+    def take(self, step: StepInput) -> Any:
+        self.early += self.last is not None and not self.last.ready_ns
+        self.calls += 1
+        return super().take(step)
+
+    def hand_over(self, step: StepInput, taken: Any, *, only_wait: bool) -> Work:
+        def build() -> None:
+            time.sleep(0.0005)
+            if self.calls == self.fails_at:
+                raise RuntimeError("the builder failed")
+
+        self.last = Work(build).on_thread(self._thread)
+        return self.last
+
+
+class TestSteadyCalls:
+    @pytest.fixture
+    def provider(self) -> Iterator[_Noting]:
+        provider = _Noting(CpuMachine(), make_scenario("talker_decode_64", CPU))
+        yield provider
+        provider.close()
+
+    @staticmethod
+    def bench(provider: _Noting) -> measure.Bench:
+        return measure.Bench(provider.machine, provider.scenario, [provider], CompileCounter())
+
+    def test_each_begins_when_the_work_of_the_last_is_over(self, provider: _Noting) -> None:
+        samples = measure.Samples()
+        self.bench(provider)._steady_block(provider, samples, 10)
+        assert len(samples.host_steady) == 10
+        assert provider.calls == 12  # the first two of a block don't count
+        assert provider.early == 0
+
+    def test_what_a_builder_raises_is_not_waited_for(self, provider: _Noting) -> None:
+        provider.fails_at = 5
+        bench = self.bench(provider)
+        bench.run(measure.Budget(calls=20, seconds=0.2))
+        assert "the builder failed" in bench.failures["torch_cat"]
+
+        provider.fails_at = provider.calls + 5
+        with pytest.raises(RuntimeError, match="the builder failed"):
+            bench._steady_block(provider, measure.Samples(), 10)
+
+
+def test_without_time_every_provider_makes_the_fewest_calls(tmp_path: Path) -> None:
+    snapshot.main(
+        "--device cpu --total 0.1 --calls 100000 --scenarios talker_decode_64,few_leaves --providers ours,torch_cat "
+        f"--commit abc --out {tmp_path}".split()
+    )
+    rows = json.loads((tmp_path / "cpu" / "snapshot.json").read_text())["rows"]
+    assert {row["calls"]["host_us"] for row in rows} == {measure.FEWEST_CALLS}
+
+
+class _OneBitWrong(TorchCat):
+    def leaf_bytes(self, taken: Any) -> list[torch.Tensor]:
+        leaves = [leaf.clone() for leaf in super().leaf_bytes(taken)]
+        leaves[-1][-1] ^= 1
+        return leaves
+
+
+@pytest.mark.parametrize("name", ["talker_decode_64", "thinker_decode_8"])
+def test_one_wrong_bit_is_found(name: str) -> None:
+    scenario, machine = make_scenario(name, CPU), CpuMachine()
+    provider = _OneBitWrong(machine, scenario)
+    try:
+        with pytest.raises(WrongBytes, match=r"1 of \d+ bytes differ"):
+            check(provider, machine, scenario)
+    finally:
+        provider.close()
+
+
+def figures(p50: float, p999: float | None = None) -> dict[str, float]:
+    return {"p50": p50, "p90": p50, "p999": p999 or p50}
+
+
+def test_every_target_is_judged() -> None:
+    made = {"ours": 10.0, "stock_v1": 120.0, "stock_v2": 90.0, "memcpy_batch": 9.0, "torch_cat": 11.0}
+    made |= {"one_copy": 9.5, "device_copy": 9.9}
+    scenarios = {name: {"leaves": {"many_leaves": 128}.get(name, 2)} for name in SCENARIO_NAMES}
+    rows = [
+        {
+            "scenario": scenario,
+            "provider": provider,
+            "host_us": figures(host, 4 * host),
+            "host_steady_us": figures(host / (4 if provider == "ours" else 2)),
+            "landed_us": figures(host),
+            "ready_us": figures(host),
+            "compute_stream_us": host,
+            "d2h_bytes": 1000,
+            "payload_bytes": 990,
+            "pinned_allocations": 0,
+            "compilations": 0,
+        }
+        for scenario in scenarios
+        for provider, host in made.items()
+    ]
+    table = results.targets_table({"scenarios": scenarios, "rows": rows})
+    assert "not measured" not in table
+    found = {what: entry for what, *entry in (re.split(r"\s{2,}", line) for line in table.splitlines())}
+    assert found["host, thinker_decode_64: stock V1 / ours"] == ["12.00 x", ">= 15 x", "NO"]
+    assert found["host, steady, thinker_decode_64: stock V1 / ours"] == ["24.00 x", ">= 15 x", "yes"]
+    assert found["host, closest scenario: memcpy_batch / ours"][:3] == ["0.90 x", ">= 1 x", "NO"]
+    assert found["host p99.9 / p50, worst scenario"][:3] == ["4.00 x", "<= 3 x", "NO"]
+    assert found["landed, thinker_prefill_32k: ours / one copy"] == ["1.05 x", "<= 1.04 x", "NO"]
+    assert found["stream, thinker_prefill_32k: ours / device copy"] == ["1.01 x", "<= 1.05 x", "yes"]
+    assert found["stream, thinker_decode_64"] == ["10.00 us", "<= 4 us", "NO"]
+    assert found["d2h beyond the payload, per leaf, thinker_subset"][:3] == ["5.00 B", "<= 16 B", "yes"]
+    assert found["host, growth: per leaf from 2 to 128"] == ["0.00 us", "<= 0.5 us", "yes"]
+    assert found["pinned allocations while measured, worst scenario"][:3] == ["0.00", "<= 0", "yes"]
 
 
 def made_up_document(scenario: str, host_us: float) -> results.Document:

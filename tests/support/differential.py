@@ -21,16 +21,19 @@ except ImportError:  # a GPU host has no more than torch and pytest
     hypothesis = None  # type: ignore[assignment]
 
 ASKED = int(os.environ.get("SPANPACK_EXAMPLES", "0"))
+FIRST_SEED = os.environ.get("SPANPACK_FIRST_SEED")
 
 
 def try_cases(check: Callable[[Case], None], examples: int) -> None:
     """Run a check on many cases: drawn and shrunk by hypothesis where it is installed, else seeded.
 
-    The environment variable ``SPANPACK_EXAMPLES`` overrules the number of examples.
+    The environment variable ``SPANPACK_EXAMPLES`` overrules the number of examples. ``SPANPACK_FIRST_SEED`` makes them
+    others, the same for the same number, so that processes side by side need not try what another one tries.
     """
     examples = ASKED or examples
     if hypothesis is None:
-        for seed in range(examples):
+        first = int(FIRST_SEED or 0)
+        for seed in range(first, first + examples):
             try:
                 check(random_case(Random(seed)))
             except BaseException as error:
@@ -45,6 +48,8 @@ def try_cases(check: Callable[[Case], None], examples: int) -> None:
         hypothesis.note(repr(case))
         check(case)
 
+    if FIRST_SEED is not None:
+        run = hypothesis.seed(int(FIRST_SEED))(run)
     run()
 
 
