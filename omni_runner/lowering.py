@@ -3,21 +3,27 @@
 The engine routes a payload request by request. Here the same rules are applied key by key to a tree that holds
 placeholders instead of tensors and values, so that the outcome serves every later step that looks alike. Shapes that
 the rules below leave out raise `NotCovered`; the engine's own builder then decides.
+
+A prefill looks like no step before it, but its payload has the same keys, dtypes and widths as the last one's. What
+follows from those alone is kept, and only what follows from numbers of rows is worked out again.
 """
 
 from __future__ import annotations
 
-import math
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
-import torch
 from torch import Tensor
 
 import spanpack
 from omni_runner.step import NotCovered, StepContext
+from omni_runner.step_columns import Pieces, StepColumns, make_pieces, whole_copies, whole_leaves
+from spanpack.leaf_table import LeafKind, LeafLooks, LeafTables
+from spanpack.plan import Route
+from spanpack.planner import plan_columns
 from spanpack.tree import TreeSpec
 
 if TYPE_CHECKING:
@@ -28,6 +34,8 @@ HIDDEN_KEY = "hidden"  # under which the engine puts a stage's own hidden rows
 # Keys share a column up to this size. Beyond it one more torch call hardly counts, while whoever pickles a tensor
 # together with its storage, which is torch's default, drags the whole column along.
 SHARED_COLUMN_BYTES = 1 << 20
+
+_TABLES = 4  # sets of dtypes, widths, strides and devices that are kept for one structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +55,7 @@ class ValueRef:
 Template: TypeAlias = Any  # LeafRef, ValueRef, or a dict, list or tuple of templates
 
 
-@dataclass(frozen=True, slots=True)
-class PackedPieces:
+class PackedPieces(NamedTuple):
     """Tensors of one key among the pieces of a packed column.
 
     Attributes
@@ -75,8 +82,7 @@ class PlainElements:
     templates: tuple[Template, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class KeyRecipe:
+class KeyRecipe(NamedTuple):
     """How one flat key of the payload is made for all consumers.
 
     Attributes
@@ -125,103 +131,196 @@ def make_template(spec: TreeSpec, num_leaves: int, num_values: int) -> Template:
     return spanpack.unflatten(spec, [LeafRef(i) for i in range(num_leaves)], [ValueRef(i) for i in range(num_values)])
 
 
-def lower(
-    upstream: Upstream, step: StepContext, template: Template, leaves: Sequence[Tensor], hidden: Tensor | None
-) -> Lowering:
-    """Decide what each key of a payload becomes.
+class Lowerer:
+    """Decides what each key of a payload becomes, and remembers what does not depend on numbers of rows.
+
+    Not safe to use from several threads.
 
     Parameters
     ----------
     upstream
         The resolved engine names.
-    step
-        A step with at least one consumer.
-    template
-        The payload's structure, from `make_template`.
-    leaves
-        Its tensors; `hidden`, if given, is the last of them.
-    hidden
-        The stage's own hidden rows, or None where the model leaves them out of its payloads.
-
-    Raises
-    ------
-    NotCovered
-        With the reason, for a payload that columns can't express.
+    capacity
+        How many structures to remember.
     """
-    return _Lowerer(upstream, step, leaves, hidden).lower(template)
+
+    def __init__(self, upstream: Upstream, capacity: int = 64) -> None:
+        self._upstream = upstream
+        self._capacity = capacity
+        self._structures: OrderedDict[tuple[TreeSpec, bool], _Structure] = OrderedDict()
+
+    def lower(
+        self, step: StepContext, spec: TreeSpec, num_values: int, leaves: Sequence[Tensor], hidden: Tensor | None
+    ) -> Lowering:
+        """Decide what each key of a payload becomes.
+
+        Parameters
+        ----------
+        step
+            A step with at least one consumer.
+        spec, num_values
+            The payload's structure, from `flatten`, and how many plain values it has.
+        leaves
+            Its tensors; `hidden`, if given, is the last of them.
+        hidden
+            The stage's own hidden rows, or None where the model leaves them out of its payloads.
+
+        Raises
+        ------
+        NotCovered
+            With the reason, for a payload that columns can't express.
+        """
+        structure = self._structure(spec, num_values, len(leaves), hidden is not None)
+        return _StepLowerer(step, structure, structure.tables.look(leaves)).lower()
+
+    def _structure(self, spec: TreeSpec, num_values: int, num_leaves: int, has_hidden: bool) -> _Structure:
+        found = self._structures.get((spec, has_hidden))
+        if found is not None:
+            self._structures.move_to_end((spec, has_hidden))
+            return found
+        template = make_template(spec, num_leaves - has_hidden, num_values)
+        found = self._structures[spec, has_hidden] = _structure_of(
+            self._upstream, template, num_leaves - 1 if has_hidden else None
+        )
+        if len(self._structures) > self._capacity:
+            self._structures.popitem(last=False)
+        return found
 
 
-class _Lowerer:
-    def __init__(self, upstream: Upstream, step: StepContext, leaves: Sequence[Tensor], hidden: Tensor | None) -> None:
-        self.upstream = upstream
+class _Key(NamedTuple):
+    """A flat key, what it holds, and the leaves of a list that holds nothing else: the first, and how many."""
+
+    name: str
+    node: Template
+    leaf_list: tuple[int, int] | None
+
+
+class _Structure(NamedTuple):
+    """What follows from a payload's containers and keys.
+
+    Attributes
+    ----------
+    keys
+        In the order of the per-request payloads, without those of the sparse protocol.
+    hidden
+        The leaf that is the stage's own hidden rows, or None.
+    tables
+        What leaves in these places have looked like.
+    """
+
+    keys: tuple[_Key, ...]
+    hidden: int | None
+    tables: LeafTables
+
+
+def _structure_of(upstream: Upstream, template: Template, hidden: int | None) -> _Structure:
+    flat = upstream.flatten_payload(template)
+    if hidden is not None and HIDDEN_KEY in flat:
+        raise NotCovered(f"the payload has a key {HIDDEN_KEY!r} of its own")
+    keys = [_Key(key, node, _leaf_list(node)) for key, node in flat.items() if key not in upstream.sparse_protocol_keys]
+    return _Structure(tuple(keys), hidden, LeafTables(_TABLES))
+
+
+def _leaf_list(node: Template) -> tuple[int, int] | None:
+    if isinstance(node, list) and node and all(isinstance(item, LeafRef) for item in node):
+        return node[0].index, len(node)  # a list is walked in one go, so its leaves are numbered in a row
+    return None
+
+
+class _StepLowerer:
+    def __init__(self, step: StepContext, structure: _Structure, looks: LeafLooks) -> None:
         self.step = step
-        self.leaves = leaves
-        self.hidden = hidden
-        self.columns = _Columns(leaves)
-        self.consumers = np.array(step.consumers, dtype=np.int64)  # [num_consumers]
-        self.spans: dict[int, tuple[Any, Any]] = {}
+        self.structure = structure
+        self.looks = looks
+        self.columns = StepColumns(looks.table, SHARED_COLUMN_BYTES)
+        self.spans: dict[int | None, Pieces] = {}
 
-    def lower(self, template: Template) -> Lowering:
-        recipes = list(self._recipes(template))
-        columns = self.columns.specs()
-        plan = spanpack.make_plan(self.leaves, columns) if columns else None
-        return Lowering(tuple(recipes), plan)
+    def lower(self) -> Lowering:
+        recipes = tuple(self._recipes())
+        columns = self.columns.specs
+        return Lowering(recipes, plan_columns(self.looks, columns) if columns else None)
 
-    def _recipes(self, template: Template) -> Iterator[KeyRecipe]:
-        flat = self.upstream.flatten_payload(template)
+    def _recipes(self) -> Iterator[KeyRecipe]:
+        step, hidden = self.step, self.structure.hidden
         hidden_rows = 0
-        if self.hidden is not None:
-            if HIDDEN_KEY in flat:
-                raise NotCovered(f"the payload has a key {HIDDEN_KEY!r} of its own")
-            hidden_rows = _rows_of(self.hidden, HIDDEN_KEY)
-            if not self.step.is_sparse:
+        if hidden is not None:
+            hidden_rows = self._rows_of(hidden, HIDDEN_KEY)
+            if not step.is_sparse:
                 # With every request consuming, the engine cuts the padding off first; otherwise it does not.
-                limit = min(self.step.scheduled_tokens, hidden_rows) if self.step.everyone_consumes else hidden_rows
-                yield KeyRecipe(HIDDEN_KEY, (self._per_token(len(self.leaves) - 1, limit),))
-        for key, node in flat.items():
-            if key not in self.upstream.sparse_protocol_keys:
-                yield self._recipe(key, node, hidden_rows)
+                limit = min(step.scheduled_tokens, hidden_rows) if step.everyone_consumes else hidden_rows
+                yield KeyRecipe(HIDDEN_KEY, (self._per_token(hidden, limit),))
+        for key in self.structure.keys:
+            yield self._recipe(key, hidden_rows)
 
-    def _recipe(self, key: str, node: Template, hidden_rows: int) -> KeyRecipe:
+    def _recipe(self, key: _Key, hidden_rows: int) -> KeyRecipe:
+        name, node, leaf_list = key
         if isinstance(node, LeafRef):
-            rows = _rows_of(self.leaves[node.index], key)
+            rows = self._rows_of(node.index, name)
             if rows in (hidden_rows, self.step.scheduled_tokens):
-                return KeyRecipe(key, (self._per_token(node.index, rows),))
-            return KeyRecipe(key, (self._copies(node.index),))
+                return KeyRecipe(name, (self._per_token(node.index, rows),))
+            return KeyRecipe(name, (self._copies(node.index),))
         if isinstance(node, ValueRef):
-            return KeyRecipe(key, (), node)
+            return KeyRecipe(name, (), node)
+        if leaf_list is not None:
+            return self._leaf_list(name, *leaf_list)
         if isinstance(node, list):
-            return self._list(key, node)
+            return self._mixed_list(name, node)
         if isinstance(node, tuple) and not _has_leaf(node):
-            count = len(self.consumers)
-            return KeyRecipe(key, (), PlainElements(tuple(range(count)), (node,) * count))
-        raise NotCovered(f"key {key!r} holds a {type(node).__name__}")
+            count = len(self.step.consumers)
+            return KeyRecipe(name, (), PlainElements(tuple(range(count)), (node,) * count))
+        raise NotCovered(f"key {name!r} holds a {type(node).__name__}")
 
     def _per_token(self, leaf: int, row_limit: int) -> PackedPieces:
         """Each consumer's span, cut at the end of the rows as a Python slice is."""
-        spans = self.spans.get(row_limit)
-        if spans is None:
-            first, count = self.step.starts[self.consumers], self.step.rows[self.consumers]
-            starts = np.minimum(first, row_limit)
-            spans = self.spans[row_limit] = starts, np.minimum(first + count, row_limit) - starts
-        return self.columns.add(spanpack.ColumnSpec(leaf, *spans))
+        spans = self._consumer_spans(None)
+        if spans.facts.smallest < 0 or spans.facts.end > row_limit:
+            spans = self._consumer_spans(row_limit)
+        return PackedPieces(*self.columns.add(leaf, spans), None)
+
+    def _consumer_spans(self, row_limit: int | None) -> Pieces:
+        found = self.spans.get(row_limit)
+        if found is None:
+            step = self.step
+            starts, rows = step.starts, step.rows
+            if not step.everyone_consumes:
+                chosen = list(step.consumers)
+                starts, rows = starts[chosen], rows[chosen]
+            if row_limit is not None:
+                first = np.minimum(starts, row_limit)
+                starts, rows = first, np.minimum(starts + rows, row_limit) - first
+            found = self.spans[row_limit] = make_pieces(starts, rows)
+        return found
 
     def _copies(self, leaf: int) -> PackedPieces:
         """The whole leaf once per consumer, because a consumer may change its payload in place."""
-        return self.columns.add(spanpack.ColumnSpec.whole(leaf, self.leaves[leaf], copies=len(self.consumers)))
+        copies = whole_copies(self.looks.row_counts[leaf], len(self.step.consumers))
+        return PackedPieces(*self.columns.add(leaf, copies), None)
 
-    def _list(self, key: str, node: list[Template]) -> KeyRecipe:
-        if len(node) == 1 and isinstance(node[0], LeafRef) and not self.step.is_sparse:
+    def _leaf_list(self, key: str, first: int, count: int) -> KeyRecipe:
+        """A list of nothing but tensors."""
+        if count == 1 and not self.step.is_sparse:
             # What all requests get usually comes this way: no need to look at every request's element.
-            _packable(self.leaves[node[0].index], key)
-            return KeyRecipe(key, (self._copies(node[0].index),))
-        groups: dict[_Kind, tuple[list[int], list[int]]] = {}
+            self._check_packable(first, key)
+            return KeyRecipe(key, (self._copies(first),))
+        step, kinds = self.step, self.looks.table.kinds
+        leaves: Sequence[int] = range(first, first + count)
+        if not step.everyone_consumes or step.is_sparse or count != len(step.consumers):
+            leaves = pick_elements(key, leaves, step)
+        if any(kinds[leaf] is not kinds[leaves[0]] for leaf in leaves):
+            return self._mixed_list(key, [LeafRef(leaf) for leaf in range(first, first + count)])
+        if Route.OPAQUE in self.looks.table.routes:
+            for leaf in leaves:
+                self._check_packable(leaf, key)
+        return KeyRecipe(key, (self._stack(leaves),))
+
+    def _mixed_list(self, key: str, node: list[Template]) -> KeyRecipe:
+        groups: dict[LeafKind, tuple[list[int], list[int]]] = {}
         plain_owners: list[int] = []
         plain: list[Template] = []
         for owner, element in enumerate(pick_elements(key, node, self.step)):
             if isinstance(element, LeafRef):
-                tensor = _packable(self.leaves[element.index], key)
-                owners, indices = groups.setdefault(_kind(tensor), ([], []))
+                self._check_packable(element.index, key)
+                owners, indices = groups.setdefault(self.looks.table.kinds[element.index], ([], []))
                 owners.append(owner)
                 indices.append(element.index)
             elif isinstance(element, dict) or _has_leaf(element):
@@ -230,55 +329,23 @@ class _Lowerer:
                 plain_owners.append(owner)
                 plain.append(element)
         in_order = len(groups) == 1 and not plain
-        pieces = tuple(
-            self.columns.add(
-                spanpack.ColumnSpec.stack(indices, [self.leaves[i] for i in indices]),
-                None if in_order else tuple(owners),
-            )
-            for owners, indices in groups.values()
-        )
+        pieces = tuple(self._stack(indices, None if in_order else tuple(owners)) for owners, indices in groups.values())
         return KeyRecipe(key, pieces, PlainElements(tuple(plain_owners), tuple(plain)) if plain else None)
 
+    def _stack(self, leaves: Sequence[int], owners: tuple[int, ...] | None = None) -> PackedPieces:
+        """Several leaves of one kind, each whole."""
+        rows = tuple(map(self.looks.row_counts.__getitem__, leaves))
+        return PackedPieces(*self.columns.add(leaves[0], whole_leaves(tuple(leaves), rows)), owners)
 
-_Kind: TypeAlias = tuple[torch.dtype, torch.Size, bool, torch.device]
+    def _rows_of(self, leaf: int, key: str) -> int:
+        self._check_packable(leaf, key)
+        if self.looks.table.kinds[leaf].scalar:
+            raise NotCovered(f"key {key!r} holds a 0-dimensional tensor")
+        return self.looks.row_counts[leaf]
 
-
-def _kind(tensor: Tensor) -> _Kind:
-    """What all pieces of a column have in common."""
-    return tensor.dtype, tensor.shape[1:], tensor.dim() == 0, tensor.device
-
-
-class _Columns:
-    """The columns of a plan, as few as it takes: splitting one is two torch calls, however many keys share it."""
-
-    def __init__(self, leaves: Sequence[Tensor]) -> None:
-        self._leaves = leaves
-        self._parts: list[list[spanpack.ColumnSpec]] = []
-        self._open: dict[_Kind, tuple[int, int]] = {}  # column that takes pieces of a kind, and its bytes
-
-    def add(self, pieces: spanpack.ColumnSpec, owners: tuple[int, ...] | None = None) -> PackedPieces:
-        """Append pieces to the column of their kind."""
-        model = self._leaves[pieces.first_leaf]
-        nbytes = int(pieces.rows.sum()) * math.prod(model.shape[1:]) * model.element_size()
-        kind = _kind(model)
-        column, column_bytes = self._open.get(kind, (-1, 0))
-        if column < 0 or column_bytes + nbytes > SHARED_COLUMN_BYTES:
-            column, column_bytes = len(self._parts), 0
-            self._parts.append([])
-        self._open[kind] = column, column_bytes + nbytes
-        first = sum(len(part.rows) for part in self._parts[column])
-        self._parts[column].append(pieces)
-        return PackedPieces(column, first, first + len(pieces.rows), owners)
-
-    def specs(self) -> list[spanpack.ColumnSpec]:
-        """One `spanpack.ColumnSpec` per column."""
-        return [parts[0] if len(parts) == 1 else _join(parts) for parts in self._parts]
-
-
-def _join(parts: Sequence[spanpack.ColumnSpec]) -> spanpack.ColumnSpec:
-    leaves = [np.broadcast_to(np.asarray(part.leaves), part.rows.shape) for part in parts]
-    starts, rows = [part.starts for part in parts], [part.rows for part in parts]
-    return spanpack.ColumnSpec(np.concatenate(leaves), np.concatenate(starts), np.concatenate(rows), parts[0].scalar)
+    def _check_packable(self, leaf: int, key: str) -> None:
+        if self.looks.table.routes[leaf] is Route.OPAQUE:
+            raise NotCovered(f"key {key!r} holds a tensor of layout {self.looks.table.layout(leaf)}")
 
 
 def pick_elements(key: str, elements: Sequence[Any], step: StepContext) -> list[Any]:
@@ -306,18 +373,6 @@ def fill_template(template: Template, values: Sequence[Any]) -> Any:
     if isinstance(template, dict):
         return {key: fill_template(child, values) for key, child in template.items()}
     return type(template)(fill_template(child, values) for child in template)
-
-
-def _rows_of(tensor: Tensor, key: str) -> int:
-    if not _packable(tensor, key).dim():
-        raise NotCovered(f"key {key!r} holds a 0-dimensional tensor")
-    return tensor.shape[0]
-
-
-def _packable(tensor: Tensor, key: str) -> Tensor:
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise NotCovered(f"key {key!r} holds a tensor of layout {tensor.layout}")
-    return tensor
 
 
 def _has_leaf(template: Template) -> bool:

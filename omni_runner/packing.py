@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 import spanpack
-from omni_runner.lowering import Lowering, ValueRef, lower, make_template, pick_elements
+from omni_runner.lowering import Lowerer, Lowering, ValueRef, make_template, pick_elements
 from omni_runner.step import NotCovered, StepContext
 from spanpack.tree import TreeSpec
 
@@ -101,7 +101,7 @@ class StepPacker:
         cache_capacity: int = 64,
     ) -> None:
         self._packer = packer
-        self._upstream = upstream
+        self._lowerer = Lowerer(upstream, cache_capacity)
         self._fills_channels = fills_channels
         self._lowerings: spanpack.PlanCache[Lowering | str] = spanpack.PlanCache(cache_capacity)
         self._whole_plans: spanpack.PlanCache[_Whole] = spanpack.PlanCache(cache_capacity)
@@ -134,7 +134,8 @@ class StepPacker:
         lowering = seen.entry
         if lowering is None:
             lowering = self._lower(seen, step, hidden_states)
-            self._lowerings.keep(seen, step.key, lowering)
+            plan = None if isinstance(lowering, str) else lowering.plan
+            self._lowerings.keep(seen, step.key, lowering, None if plan is None else plan.signature)
         if isinstance(lowering, str):
             raise NotCovered(lowering)
         if step.is_sparse:
@@ -149,10 +150,8 @@ class StepPacker:
         self, seen: spanpack.Sighting[Lowering | str], step: StepContext, hidden_states: Tensor | None
     ) -> Lowering | str:
         """The lowering of a payload, or the reason why columns can't express it."""
-        num_leaves = len(seen.leaves) - (hidden_states is not None)
         try:
-            template = make_template(seen.spec, num_leaves, len(seen.values))
-            return lower(self._upstream, step, template, seen.leaves, hidden_states)
+            return self._lowerer.lower(step, seen.spec, len(seen.values), seen.leaves, hidden_states)
         except NotCovered as reason:
             return str(reason)
 
@@ -171,7 +170,7 @@ class StepPacker:
             columns = [spanpack.ColumnSpec.whole(i, leaf) for i, leaf in enumerate(seen.leaves)]
             plan = spanpack.make_plan(seen.leaves, columns) if columns else None
             whole = _Whole(seen.spec, plan)
-            self._whole_plans.keep(seen, None, whole)
+            self._whole_plans.keep(seen, None, whole, None if plan is None else plan.signature)
         snapshot = None if whole.plan is None else self._packer.run(whole.plan, seen.leaves, validate=False)
         return PackedTree(whole.spec, seen.values, snapshot)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -34,17 +35,24 @@ class TorchRuntime:
     ----------
     current_stream
         Takes no arguments, returns the raw handle of this device's current stream.
+    current_device
+        Takes no arguments, returns the index of the calling thread's current device.
     """
 
     def __init__(self, device: torch.device, copy_stream: torch.cuda.Stream | None = None) -> None:
         self.device = device
         self.copy_stream = copy_stream or torch.cuda.Stream(device)
         self.current_stream: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, device.index)
+        self.current_device: Callable[[], int] = torch._C._cuda_getDevice
         self._streams = {0: torch.cuda.default_stream(device)}
 
-    def is_current(self) -> bool:
-        """Whether this device is the calling thread's current one."""
-        return bool(torch._C._cuda_getDevice() == self.device.index)
+    def as_current(self) -> AbstractContextManager[Any]:
+        """A context in which this device is the calling thread's current one."""
+        return torch.cuda.device(self.device)
+
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        """A context in which `stream` is the current one, and its device the current device."""
+        return torch.cuda.stream(stream)
 
     def make_event(self, *, blocking: bool) -> torch.cuda.Event:
         """An event that has a handle: torch makes the handle when the event is first recorded, so record it once."""
@@ -54,17 +62,26 @@ class TorchRuntime:
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Uninitialised device bytes, not reused after they are freed before the copy stream has read them."""
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(False):  # or torch would guard it against being written outside of that mode
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         buffer.record_stream(self.copy_stream)
         return buffer
 
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        """The same, filled with zeros in the order of the current stream."""
+        return self.empty(nbytes).zero_()
+
     def bring_home(self, flight: Flight, destination: int, source: int, nbytes: int, stream: int) -> None:
         """Copy to the host on the copy stream, behind the producing stream's work; records the flight's events."""
-        self.record(flight.packed, stream)
-        self.copy_stream.wait_event(flight.packed)
+        self.record(flight.events.packed, stream)
+        self.copy_stream.wait_event(flight.events.packed)
         with torch.cuda.stream(self.copy_stream):
             _host_bytes(destination, nbytes).copy_(self._device_bytes(source, nbytes), non_blocking=True)
-        flight.landed.record(self.copy_stream)
+        flight.events.landed.record(self.copy_stream)
+
+    def mark_landed(self, flight: Flight, stream: int) -> None:
+        """Record that the bytes are on the host once `stream` has come this far: nothing is copied."""
+        self.record(flight.events.landed, stream)
 
     def upload(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         """Copy pinned host memory to the device in the order of `stream`."""
@@ -88,13 +105,19 @@ class TorchRuntime:
         with torch.cuda.stream(self.copy_stream):
             target.copy_(source)
 
-    def hold(self, buffer: torch.Tensor) -> None:
-        """Keep a buffer's memory, once freed, from being reused before the current stream is done with it."""
-        buffer.record_stream(torch.cuda.current_stream(self.device))
+    def hold(self, *buffers: torch.Tensor) -> None:
+        """Keep the memory of buffers, once freed, from being reused before the current stream is done with it."""
+        stream = torch.cuda.current_stream(self.device)
+        for buffer in buffers:
+            buffer.record_stream(stream)
 
     def synchronize(self) -> None:
         """Wait for every copy to the host."""
         self.copy_stream.synchronize()
+
+    def synchronize_current(self) -> None:
+        """Wait for the current stream."""
+        torch.cuda.current_stream(self.device).synchronize()
 
     def _stream(self, handle: int) -> torch.cuda.Stream:
         stream = self._streams.get(handle)
@@ -152,13 +175,18 @@ class NativeRuntime(TorchRuntime):
         return event
 
     def bring_home(self, flight: Flight, destination: int, source: int, nbytes: int, stream: int) -> None:
-        side, packed = self._copy_handle, flight.packed_handle
-        _check(
+        side, (_, _, packed, landed) = self._copy_handle, flight.events
+        code = (
             self._record(packed, stream)
             or self._wait(side, packed, 0)
             or self._copy(destination, source, nbytes, _DEVICE_TO_HOST, side)
-            or self._record(flight.landed_handle, side)
+            or self._record(landed, side)
         )
+        if code:
+            _check(code)
+
+    def mark_landed(self, flight: Flight, stream: int) -> None:
+        _check(self._record(flight.events.landed_handle, stream))
 
     def upload(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         _check(self._copy(destination, source, nbytes, _HOST_TO_DEVICE, stream))
@@ -167,7 +195,8 @@ class NativeRuntime(TorchRuntime):
         _check(self._record(event.cuda_event, stream))
 
     def stream_wait(self, stream: int, event: torch.cuda.Event) -> None:
-        _check(self._wait(stream, event.cuda_event, 0))
+        if event.cuda_event:  # none before it is first recorded: nothing to wait for
+            _check(self._wait(stream, event.cuda_event, 0))
 
 
 def _bind(library: ctypes.CDLL, name: str, *types: Any) -> Any:

@@ -36,7 +36,6 @@ def document(machine: Machine, findings: Findings) -> dict[str, Any]:
         "date": machine.date,
         "complete": findings.complete,
         "direct_store_bytes": findings.threshold("direct_store"),
-        "mapped_address_bytes": findings.threshold("mapped_addresses"),
         "classes": {name: _class_entry(result) for name, result in findings.classes.items()},
         "transports": [
             {

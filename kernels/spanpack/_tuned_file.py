@@ -3,7 +3,7 @@
 ::
 
     {"format": 1, "gpu": "NVIDIA H200", "triton": "3.6.0", "torch": "2.11.0", "date": "2026-11-29", "complete": true,
-     "direct_store_bytes": 65536, "mapped_address_bytes": 0,
+     "direct_store_bytes": 65536,
      "classes": {"small": {"tile_bytes": 4096, "num_warps": 2, "gain": 0.0,
                            "alone_us": 2.2, "busy_us": 9.1, "default_alone_us": 2.2, "default_busy_us": 9.1, ...}}}
 
@@ -37,7 +37,7 @@ class Tuned:
         Where it counts: exact name of the GPU, and the Triton version it was tuned with.
     classes
         Configuration by the name of the size class.
-    direct_store_bytes, mapped_address_bytes
+    direct_store_bytes
         See `ConfigTable`; None where tuning ended before it got there.
     """
 
@@ -45,7 +45,6 @@ class Tuned:
     triton: str
     classes: Mapping[str, LaunchConfig]
     direct_store_bytes: int | None
-    mapped_address_bytes: int | None
 
 
 def tuned_file_name(gpu_name: str) -> str:
@@ -98,7 +97,6 @@ def parse_tuned(document: object) -> Tuned:
         triton=_text(top, "triton"),
         classes={name: _config(name, _table(entry, f"classes.{name}")) for name, entry in classes.items()},
         direct_store_bytes=_threshold(top, "direct_store_bytes"),
-        mapped_address_bytes=_threshold(top, "mapped_address_bytes"),
     )
 
 

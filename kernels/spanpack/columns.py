@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,79 @@ from torch import Tensor
 
 Int64Array = npt.NDArray[np.int64]
 MOST_ROWS = 1 << 48  # more than memory can hold; sums of smaller row numbers stay far from overflowing
+
+
+class Runs(NamedTuple):
+    """Pieces that follow each other in their leaf, taken together; pieces without rows, dropped.
+
+    Attributes
+    ----------
+    leaves
+        Leaf of each run, ``[num_runs] int64``; None where the pieces have one leaf.
+    starts, rows
+        First row and number of rows of each run, ``[num_runs] int64``.
+    """
+
+    leaves: Int64Array | None
+    starts: Int64Array
+    rows: Int64Array
+
+
+class PieceFacts(NamedTuple):
+    """What follows from the pieces of a column, whatever their leaf; columns with the same pieces can share it.
+
+    Attributes
+    ----------
+    rows
+        Rows of each piece, in order.
+    total_rows
+        Of all pieces.
+    smallest, largest
+        Of all first rows and numbers of rows: negative if any is; at least as much as each of them.
+    end
+        The row behind the last one of all pieces.
+    runs
+        What has to be copied.
+    """
+
+    rows: tuple[int, ...]
+    total_rows: int
+    smallest: int
+    largest: int
+    end: int
+    runs: Runs
+
+    @staticmethod
+    def of(starts: Int64Array, rows: Int64Array, leaves: Int64Array | None = None) -> PieceFacts:
+        """Work it out for at least one piece; `leaves` as in `Runs`."""
+        counts = tuple(rows.tolist())
+        total_rows = sum(counts)
+        ends = starts + rows
+        joined = starts[1:] == ends[:-1]
+        if leaves is None and min(counts) >= 0 and joined.all():  # all spans of a step, one behind the other
+            start = int(starts[0])
+            run = Runs(None, starts[:1], np.array([total_rows], dtype=np.int64)) if total_rows else _NO_RUNS
+            return PieceFacts(counts, total_rows, min(start, *counts), start + total_rows, start + total_rows, run)
+        both = starts | rows  # has the sign of a negative one, and every bit of the largest
+        runs = _merge(leaves, starts, rows)
+        return PieceFacts(counts, total_rows, int(both.min()), int(both.max()), int(ends.max()), runs)
+
+
+_NO_RUNS = Runs(None, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+
+def _merge(leaves: Int64Array | None, starts: Int64Array, rows: Int64Array) -> Runs:
+    if not rows.all():
+        keep = rows > 0
+        starts, rows = starts[keep], rows[keep]
+        leaves = None if leaves is None else leaves[keep]
+    joined = starts[1:] == starts[:-1] + rows[:-1]
+    if leaves is not None:
+        joined &= leaves[1:] == leaves[:-1]
+    if not joined.any():
+        return Runs(leaves, starts, rows)
+    heads = np.flatnonzero(np.concatenate(([True], ~joined)))
+    return Runs(None if leaves is None else leaves[heads], starts[heads], np.add.reduceat(rows, heads))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -31,12 +105,16 @@ class ColumnSpec:
         Number of rows of each piece, ``[num_pieces] int64``.
     scalar
         The leaves are 0-dimensional: each piece is one element and comes back 0-dimensional.
+    facts
+        What is known about the pieces already. Planning works it out where it is None, once for columns that have the
+        same arrays.
     """
 
     leaves: int | Int64Array
     starts: Int64Array  # [num_pieces]
     rows: Int64Array  # [num_pieces]
     scalar: bool = False
+    facts: PieceFacts | None = None
 
     @property
     def first_leaf(self) -> int:
@@ -47,6 +125,12 @@ class ColumnSpec:
     def leaf_set(self) -> set[int]:
         """The leaves that it takes pieces from."""
         return {self.leaves} if isinstance(self.leaves, int) else set(self.leaves.tolist())
+
+    def piece_facts(self) -> PieceFacts:
+        """Its facts, worked out if they are not there."""
+        if self.facts is not None:
+            return self.facts
+        return PieceFacts.of(self.starts, self.rows, None if isinstance(self.leaves, int) else self.leaves)
 
     def pieces(self) -> Iterator[tuple[int, int, int]]:
         """Leaf, first row and number of rows of each piece."""
@@ -67,21 +151,3 @@ class ColumnSpec:
         scalar = tensors[0].dim() == 0
         rows = np.array([tensor.shape[0] if tensor.dim() else 1 for tensor in tensors], dtype=np.int64)
         return ColumnSpec(np.asarray(leaves, dtype=np.int64), np.zeros(len(leaves), dtype=np.int64), rows, scalar)
-
-
-Pieces = tuple[Int64Array, Int64Array, Int64Array]  # leaf, first row, rows of each, [num_pieces]
-
-
-def merge_pieces(spec: ColumnSpec) -> Pieces:
-    """Pieces that follow each other in their leaf, taken together; pieces without rows, dropped."""
-    leaf = np.broadcast_to(np.asarray(spec.leaves, dtype=np.int64), spec.rows.shape)
-    start, rows = spec.starts, spec.rows
-    if not rows.all():
-        keep = rows > 0
-        leaf, start, rows = leaf[keep], start[keep], rows[keep]
-    if len(start) > 1:
-        joined = (leaf[1:] == leaf[:-1]) & (start[1:] == start[:-1] + rows[:-1])
-        if joined.any():
-            heads = np.flatnonzero(np.concatenate(([True], ~joined)))
-            leaf, start, rows = leaf[heads], start[heads], np.add.reduceat(rows, heads)
-    return leaf, start, rows

@@ -47,16 +47,12 @@ class ConfigTable:
     direct_store_bytes
         Packs of up to so many device bytes are stored by the kernel into the mapped pinned slab, without a device slab
         and a copy. 0: the copy engine brings every pack home.
-    mapped_address_bytes
-        Up to how many device bytes it would pay to have the kernel read addresses that have changed from mapped pinned
-        memory. What the tuner found, for people: packs always copy them to the device first.
     source
         Where the configurations come from, for people.
     """
 
     by_class: Mapping[str, LaunchConfig] = field(default_factory=dict)
     direct_store_bytes: int = 0
-    mapped_address_bytes: int = 0
     source: str = "defaults"
 
     def choose(self, device_bytes: int, num_segments: int) -> LaunchConfig:
@@ -111,11 +107,10 @@ def _overlay(table: ConfigTable, path: Path, gpu_name: str, *, stale_level: int)
     if why_stale:
         _log_once(stale_level, f"ignoring the tuned configurations in {path}: {why_stale}")
         return table
-    direct, mapped = tuned.direct_store_bytes, tuned.mapped_address_bytes
+    direct = tuned.direct_store_bytes
     return ConfigTable(
         by_class={**table.by_class, **tuned.classes},
         direct_store_bytes=table.direct_store_bytes if direct is None else direct,
-        mapped_address_bytes=table.mapped_address_bytes if mapped is None else mapped,
         source=str(path),
     )
 

@@ -1,73 +1,38 @@
 """The hot path on a CUDA or ROCm device: one launch, one copy, two events.
 
 Host cost of its parts on an H200 host, in microseconds: launch 5.0, copy 1.8, record 1.0 each, stream wait 0.9.
-Everything else (descriptor upload, allocation, waiting for a slab) happens only when something has changed.
+Everything else (descriptor upload, allocation, waiting for a slab) happens only when something has changed. Between two
+packs lies a whole step of the engine, which leaves nothing of this in the processor's caches: what counts is how many
+functions and objects a pack touches.
 """
 
 from __future__ import annotations
 
-import struct
-from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ._runtime import TorchRuntime
-from .columns import ColumnSpec
-from .config import ConfigTable, LaunchConfig
+from .config import ConfigTable
 from .errors import DeviceError, LeafError
 from .flight import Events, Flight
 from .gather import Launcher, copy_opaque, gather_host, gather_torch, stage
-from .plan import Plan, Route
-from .planner import make_plan
-from .pool import ByteArray, HostPool, HostSlab
+from .late import MOST_WAITING, LateCopies, LateCopy
+from .plan import Plan
+from .pool import HostPool, HostSlab
+from .resident import Resident
 from .ring import DeviceRing, DeviceSlab
-from .snapshot import Snapshot
+from .self_test import self_test
+from .snapshot import Rest, Snapshot
 from .stats import Fallbacks
-from .tiles import make_tiles
 
 _address_of = Tensor.data_ptr
 _MAX_RESIDENT = 128
 _STAGING_BUDGET_BYTES = 1 << 26
-
-
-class _Resident:
-    """A plan's descriptors on the device: ``[num_leaves] int64`` addresses, then ``[num_tiles, 6] int64`` tiles."""
-
-    __slots__ = ("_pack", "addresses", "buffer", "flight", "known", "launch", "stream", "upload")
-
-    def __init__(self, plan: Plan, config: LaunchConfig, runtime: TorchRuntime, launcher: Launcher) -> None:
-        tiles = make_tiles(plan.segments, config.tile_bytes)
-        leaves = len(plan.routes)
-        head = (leaves + 1) // 2 * 2  # keeps the tiles aligned to 16 bytes
-        self.buffer = runtime.empty(8 * (head + tiles.size))
-        self.addresses = self.buffer.data_ptr()
-        self.launch = launcher.bind(config, len(tiles), self.addresses + 8 * head, self.addresses)
-        self.known: tuple[int, ...] = ()  # the addresses that are on the device
-        self.upload: np.ndarray[Any, np.dtype[np.int64]] | None = np.concatenate(
-            [np.zeros(head, np.int64), tiles.ravel()]
-        )
-        self.stream = -1
-        self.flight: Flight | None = None
-        self._pack = struct.Struct(f"{leaves}q").pack_into
-
-    def write(self, staging: ByteArray, addresses: tuple[int, ...]) -> int:
-        """Put what the device lacks into `staging`; returns its length in bytes."""
-        length = 8 * len(addresses)
-        if self.upload is not None:
-            length = self.upload.nbytes
-            staging[:length] = self.upload.view(np.uint8)
-            self.upload = None
-        self._pack(staging.data, 0, *addresses)
-        return length
-
-    def upload_bytes(self, addresses: tuple[int, ...]) -> int:
-        return self.upload.nbytes if self.upload is not None else 8 * len(addresses)
 
 
 class CudaEngine:
@@ -100,36 +65,59 @@ class CudaEngine:
         self.pool = pool
         self.staging = HostPool(_STAGING_BUDGET_BYTES, pin=pool.pin)  # of descriptors on their way to the device
         self.ring = DeviceRing(runtime)
+        self.late = LateCopies()
         self.launcher = launcher
         self.fallbacks = fallbacks
         self.launches = self.copies = self.direct_stores = self.uploads = self.copied_bytes = 0
-        self.residents: OrderedDict[Plan, _Resident] = OrderedDict()
+        self.residents: dict[Plan, Resident] = {}
+        self._device_index = runtime.device.index
+        self._current_device = runtime.current_device
+        self._current_stream = runtime.current_stream
         if launcher is None:
             self._without_launcher()
 
     def run(self, plan: Plan, leaves: Sequence[Tensor]) -> Snapshot:
         """Gather on the current stream of this device, copy on the copy stream."""
-        if self.runtime.is_current():
-            return self._run(plan, leaves)
-        with torch.cuda.device(self.runtime.device):
-            return self._run(plan, leaves)
-
-    def _run(self, plan: Plan, leaves: Sequence[Tensor]) -> Snapshot:
-        if plan.staged_leaves:
+        if self._current_device() != self._device_index:
+            with self.runtime.as_current():
+                return self.run(plan, leaves)
+        resident = self.residents.get(plan) or self._make_resident(plan, leaves)
+        has_extras = resident is None or resident.has_extras
+        if has_extras and plan.staged_leaves:
             self.fallbacks.note("strided", "leaves that are not contiguous within their rows are copied by torch first")
             leaves = stage(plan, leaves)
-        stream = self.runtime.current_stream()
-        host = self.pool.acquire(plan.slab_bytes)
-        lease = host.lease(plan.slab_bytes) if host else None  # from here on an error gives the slab back
-        if plan.device_bytes <= self.configs.direct_store_bytes and host is not None and lease is not None:
-            return self._run_direct(plan, leaves, host, lease, stream)
-        device = self._device_slab(plan, stream)
-        if host is None or lease is None or device is None:
-            return self._run_degraded(plan, leaves, host, lease, device, stream)
-        flight = host.flight = device.flight = self._begin_flight(host)
+        stream = self._current_stream()
+        host = resident.shelf.take() if resident is not None else None
+        host = host or self.pool.acquire(plan.slab_bytes)
+        if host is None:
+            return self._run_late(plan, leaves, resident, stream)
+        lease = host.lease(plan.slab_bytes)  # from here on an error gives the slab back
+        if resident is not None and resident.direct:
+            flight = self._store(plan, leaves, resident, host, stream)
+        else:
+            try:
+                device = self.ring.acquire(plan.device_bytes, stream)
+            except torch.cuda.OutOfMemoryError:
+                return self._run_leaf_by_leaf(plan, leaves, lease, host, stream)
+            flight = self._copy(plan, leaves, resident, host, device, stream)
+        if has_extras:
+            return self._with_extras(plan, leaves, lease, flight, host)
+        return Snapshot(plan, lease, flight, host)
+
+    def _copy(
+        self,
+        plan: Plan,
+        leaves: Sequence[Tensor],
+        resident: Resident | None,
+        host: HostSlab,
+        device: DeviceSlab,
+        stream: int,
+    ) -> Flight:
+        """Gather into the device slab, and have the copy engine bring it to the pinned slab."""
+        flight = host.flight = device.flight = Flight(host.events or self._make_events(host))
+        device.turn = self.copies
         try:
-            if not self._launch(plan, leaves, device.address, stream, flight):
-                gather_torch(plan, leaves, device.tensor)
+            self._gather(plan, leaves, resident, device, stream, flight)
             self.runtime.bring_home(flight, host.address, device.address, plan.device_bytes, stream)
         except BaseException:
             # Both slabs may still be in use by what was queued, now or before: the flight has to end behind it.
@@ -138,53 +126,52 @@ class CudaEngine:
             raise
         self.copies += 1
         self.copied_bytes += plan.device_bytes
-        return self._snapshot(plan, leaves, lease, flight, host)
+        return flight
 
-    def _run_direct(
-        self, plan: Plan, leaves: Sequence[Tensor], host: HostSlab, lease: ByteArray, stream: int
-    ) -> Snapshot:
+    def _store(self, plan: Plan, leaves: Sequence[Tensor], resident: Resident, host: HostSlab, stream: int) -> Flight:
         """The kernel stores into the pinned slab, which the device has mapped: no device slab and no copy."""
-        flight = host.flight = self._begin_flight(host)
+        flight = host.flight = Flight(host.events or self._make_events(host))
         try:
-            if not self._launch(plan, leaves, host.address, stream, flight):
-                gather_torch(plan, leaves, torch.from_numpy(lease))
+            self._gather(plan, leaves, resident, host, stream, flight)
         finally:  # also where it failed: what was queued may still write
-            self.runtime.record(flight.landed, stream)
+            self.runtime.mark_landed(flight, stream)
         self.direct_stores += 1
-        return self._snapshot(plan, leaves, lease, flight, host)
+        return flight
 
-    def _begin_flight(self, host: HostSlab | None) -> Flight:
-        """A flight with the slab's events, made when it is first used; with events of its own without a slab."""
-        if host is None:
-            return Flight(Events.make(self.runtime.make_event))
-        if host.events is None:
-            host.events = Events.make(self.runtime.make_event)
-        return Flight(host.events)
-
-    def _launch(self, plan: Plan, leaves: Sequence[Tensor], slab: int, stream: int, flight: Flight) -> bool:
-        """Launch the gather into the memory at `slab`; False where torch has to do it."""
-        resident = self.residents.get(plan)
+    def _gather(
+        self,
+        plan: Plan,
+        leaves: Sequence[Tensor],
+        resident: Resident | None,
+        slab: HostSlab | DeviceSlab,
+        stream: int,
+        flight: Flight,
+    ) -> None:
+        """Queue the gather into a slab; by torch where the plan's descriptors are not on the device."""
         if resident is None:
-            resident = self._make_resident(plan, leaves)
-            if resident is None:
-                return False
-        else:
-            self.residents.move_to_end(plan)
-        addresses = tuple(map(_address_of, leaves)) if plan.reads_every_leaf else _addresses(plan, leaves)
+            assert isinstance(slab, DeviceSlab)
+            gather_torch(plan, leaves, slab.tensor)
+            return
+        addresses = tuple(map(_address_of, leaves)) if resident.reads_every_leaf else resident.addresses(leaves)
         try:
             if resident.stream != stream:
                 self._change_stream(resident, stream)
             if resident.known != addresses:
-                self._upload(resident, addresses, stream, flight)
-            resident.launch(slab, stream)
+                self.upload(resident, addresses, stream, flight)
+                self.uploads += 1
+            resident.launch(slab.address, stream)
         except BaseException:  # an interrupt from the keyboard as well
-            del self.residents[plan]  # what the device has of it is not known any more
+            self.residents.pop(plan, None)  # what the device has of it is not known any more
             raise
         resident.flight = flight
-        self.launches += 1
-        return True
+        resident.turn = self.launches = self.launches + 1
 
-    def _make_resident(self, plan: Plan, leaves: Sequence[Tensor]) -> _Resident | None:
+    def _make_events(self, host: HostSlab) -> Events:
+        host.events = Events.make(self.runtime.make_event)
+        return host.events
+
+    def _make_resident(self, plan: Plan, leaves: Sequence[Tensor]) -> Resident | None:
+        """Check what a kernel would read and bring the plan's descriptors into being; None to gather with torch."""
         for index in plan.kernel_leaves:
             if leaves[index].device != self.runtime.device:
                 raise DeviceError(
@@ -198,156 +185,144 @@ class CudaEngine:
                 )
         if self.launcher is None:
             return None
-        config = self.configs.choose(plan.device_bytes, len(plan.segments))
         try:
-            resident = _Resident(plan, config, self.runtime, self.launcher)
+            resident = Resident(
+                plan,
+                self.configs.choose(plan.device_bytes, len(plan.segments)),
+                self.runtime,
+                self.launcher,
+                self.pool,
+                self.staging,
+                direct=plan.device_bytes <= self.configs.direct_store_bytes,
+            )
         except torch.cuda.OutOfMemoryError:
-            self.fallbacks.note("device memory", "no device memory for descriptors; gathering with torch copies")
+            self.fallbacks.note("descriptors", "no device memory for descriptors; gathering with torch copies")
             return None
         except Exception as error:  # noqa: BLE001 - whatever a compiler, a driver or a read-only cache may raise
             self._give_up_triton(error)
             return None
+        if len(self.residents) >= _MAX_RESIDENT:  # a quarter at once: sorting them for every new plan would cost more
+            by_use = sorted(self.residents, key=lambda old: self.residents[old].turn)
+            for old in by_use[: _MAX_RESIDENT // 4]:
+                del self.residents[old]
         self.residents[plan] = resident
-        while len(self.residents) > _MAX_RESIDENT:
-            self.residents.popitem(last=False)
         return resident
 
     def _give_up_triton(self, error: Exception) -> None:
         self.fallbacks.note("triton failed", f"the Triton kernel can't be used ({error}); gathering with torch copies")
         self._without_launcher()
-        self.residents.clear()
 
     def _without_launcher(self) -> None:
         self.launcher = None
-        self.configs = replace(self.configs, direct_store_bytes=0)  # torch would store leaf by leaf, and block
+        self._without_direct_store()  # torch would store leaf by leaf, and block
 
-    def _change_stream(self, resident: _Resident, stream: int) -> None:
+    def _without_direct_store(self) -> None:
+        self.configs = replace(self.configs, direct_store_bytes=0)
+        self.residents.clear()
+
+    def _change_stream(self, resident: Resident, stream: int) -> None:
         """Let a resident be read and written on another stream than before."""
         if resident.flight is not None:
             self.runtime.stream_wait(stream, resident.flight.landed)
             self.runtime.hold(resident.buffer)
         resident.stream = stream
 
-    def _upload(self, resident: _Resident, addresses: tuple[int, ...], stream: int, flight: Flight) -> None:
+    def upload(self, resident: Resident, addresses: tuple[int, ...], stream: int, flight: Flight) -> None:
         """Bring descriptors to the device on the producing stream, behind the kernels that still read the old ones."""
-        nbytes = resident.upload_bytes(addresses)
-        staging = self.staging.acquire(nbytes)
+        nbytes = resident.upload_bytes()
+        staging = resident.staging_shelf.take() if resident.known else None
+        staging = staging or self.staging.acquire(nbytes)
         if staging is None:
             pageable = np.empty(nbytes, dtype=np.uint8)
-            length = resident.write(pageable, addresses)
+            resident.write(pageable.data, addresses)
             with torch.inference_mode():  # torch guards a buffer that was made in it
-                self.runtime.upload_pageable(resident.buffer[:length], torch.from_numpy(pageable[:length]))
+                self.runtime.upload_pageable(resident.buffer[:nbytes], torch.from_numpy(pageable))
         else:
             staging.flight = flight  # not written again before this pack has landed
-            self.staging.give_back(staging)
-            length = resident.write(staging.array, addresses)
-            self.runtime.upload(resident.addresses, staging.address, length, stream)
+            staging.shelf.idle.append(staging)
+            resident.write(staging.view, addresses)
+            self.runtime.upload(resident.buffer_address, staging.address, nbytes, stream)
         resident.known = addresses
-        self.uploads += 1
 
-    def _device_slab(self, plan: Plan, stream: int) -> DeviceSlab | None:
-        try:
-            return self.ring.acquire(plan.device_bytes, stream)
-        except torch.cuda.OutOfMemoryError:
-            self.fallbacks.note("device memory", "no device memory for a slab; copying leaf by leaf")
-            return None
-
-    def _run_degraded(
-        self,
-        plan: Plan,
-        leaves: Sequence[Tensor],
-        host: HostSlab | None,
-        lease: ByteArray | None,
-        device: DeviceSlab | None,
-        stream: int,
-    ) -> Snapshot:
-        """The same bytes by a slower path, where pinned memory, device memory or both were refused."""
-        if host is None:
-            why = (
-                f"pinned memory refused by the system ({self.pool.refusal})"
-                if self.pool.refusal
-                else "no pinned slab free within the budget and the number of slabs per size"
-            )
+    def _run_late(self, plan: Plan, leaves: Sequence[Tensor], resident: Resident | None, stream: int) -> Snapshot:
+        """Without a pinned slab: the bytes wait in a device slab of their own until the snapshot is waited for."""
+        refusal = self.pool.refusal
+        why = (
+            f"pinned memory refused by the system ({refusal})"
+            if refusal
+            else "no pinned slab free within the budget and the number of slabs per size"
+        )
+        self.fallbacks.note("pinned memory", f"{why}; using pageable memory, filled when the snapshot is waited for")
+        if self.late.make_room():
             self.fallbacks.note(
-                "pinned memory", f"{why}; using pageable memory, filled when the snapshot is waited for"
+                "late packs",
+                f"{MOST_WAITING} packs without a pinned slab were waiting on the device; copying the oldest at once, "
+                "which blocks. Wait for snapshots sooner, drop views sooner, or give more pinned memory",
             )
-        flight = self._begin_flight(host)
-        if device is None:  # leaf by leaf into the host slab; pageable memory makes these copies blocking
-            array = np.empty(plan.slab_bytes, dtype=np.uint8) if lease is None else lease
-            if host is not None:
-                host.flight = flight
-            gather_torch(plan, leaves, torch.from_numpy(array))
-            self.copies += len(plan.device_runs)
-            self.copied_bytes += plan.payload_bytes
-            self.runtime.record(flight.landed, stream)
-            return self._snapshot(plan, leaves, array, flight, host)
-        device.flight = flight
-        self.ring.detach(device)
-        self.runtime.hold(device.tensor)  # no copy on the side stream holds it back when the snapshot is dropped
-        if not self._launch(plan, leaves, device.address, stream, flight):
-            gather_torch(plan, leaves, device.tensor)
-        self.runtime.record(flight.packed, stream)
-        self.runtime.record(flight.landed, stream)
+        array = np.empty(plan.slab_bytes, dtype=np.uint8)
+        try:
+            device = DeviceSlab(plan.device_bytes, self.runtime)
+        except torch.cuda.OutOfMemoryError:
+            return self._run_leaf_by_leaf(plan, leaves, array.data, None, stream)
+        flight = Flight(Events.make(self.runtime.make_event))
+        self._gather(plan, leaves, resident, device, stream, flight)
+        self.runtime.mark_landed(flight, stream)
         self.copies += 1
         self.copied_bytes += plan.device_bytes
-        late = self._late_copy(plan, leaves, device)
-        return Snapshot(plan, None, flight=flight, finish=late, opaque=copy_opaque(plan, leaves))
-
-    def _late_copy(self, plan: Plan, leaves: Sequence[Tensor], device: DeviceSlab) -> Any:
-        array = np.empty(plan.slab_bytes, dtype=np.uint8)
         gather_host(plan, leaves, torch.from_numpy(array))
+        late = LateCopy(self.runtime, array, device.tensor, flight)
+        self.late.add(late)
+        return Snapshot(plan, None, flight, rest=Rest(late, copy_opaque(plan, leaves, self.fallbacks)))
 
-        def finish() -> ByteArray:
-            self.runtime.fetch(torch.from_numpy(array)[: plan.device_bytes], device.tensor[: plan.device_bytes])
-            return array
-
-        return finish
-
-    def _snapshot(
-        self, plan: Plan, leaves: Sequence[Tensor], lease: ByteArray, flight: Flight, host: HostSlab | None
+    def _run_leaf_by_leaf(
+        self, plan: Plan, leaves: Sequence[Tensor], lease: memoryview, host: HostSlab | None, stream: int
     ) -> Snapshot:
+        """Without device memory: torch copies each leaf to the host; blocks where that is pageable memory."""
+        self.fallbacks.note("device memory", "no device memory for a slab; copying leaf by leaf")
+        if host is None:
+            flight = Flight(Events.make(self.runtime.make_event))
+        else:
+            flight = host.flight = Flight(host.events or self._make_events(host))
+        gather_torch(plan, leaves, _bytes(lease))
+        self.copies += len(plan.device_runs)
+        self.copied_bytes += plan.payload_bytes
+        self.runtime.mark_landed(flight, stream)
+        return self._with_extras(plan, leaves, lease, flight, host)
+
+    def _with_extras(
+        self, plan: Plan, leaves: Sequence[Tensor], lease: memoryview, flight: Flight, host: HostSlab | None
+    ) -> Snapshot:
+        """A snapshot to which leaves on the host and opaque ones belong."""
         if plan.host_runs:
-            gather_host(plan, leaves, torch.from_numpy(lease))
-        opaque = copy_opaque(plan, leaves) if plan.has_opaque else None
-        return Snapshot(plan, lease, flight=flight, slab=host, opaque=opaque)
+            gather_host(plan, leaves, _bytes(lease))
+        opaque = copy_opaque(plan, leaves, self.fallbacks)
+        return Snapshot(plan, lease, flight, host, Rest(None, opaque) if opaque else None)
 
     def reserve(self, nbytes: int, slabs: int) -> None:
         """Allocate device slabs for `slabs` packs of `nbytes` in flight."""
-        with torch.cuda.device(self.runtime.device):
+        with self.runtime.as_current():
             self.ring.reserve(nbytes, slabs)
-            # Whoever had this memory before may still have work on this stream; packs may come on any.
-            torch.cuda.current_stream().synchronize()
+            # They are filled with zeros on this stream, and whoever had their memory before may still have work there;
+            # packs may come on any.
+            self.runtime.synchronize_current()
 
     def warmup(self) -> None:
-        """Compile, launch and check every configuration that a pack can be given."""
-        try:
-            with torch.cuda.device(self.runtime.device):
-                for config in self.configs.configs if self.launcher is not None else ():
-                    self._self_test(config)
-        except Exception as error:  # noqa: BLE001 - as when a plan is first launched
-            self._give_up_triton(error)
-
-    def _self_test(self, config: LaunchConfig) -> None:
-        """Pack runs, odd bytes and strided rows through one configuration and compare with torch."""
-        assert self.launcher is not None
-        base = torch.arange(1 << 15, device=self.runtime.device, dtype=torch.int32).view(torch.uint8)
-        leaves = [
-            base[:99999],
-            base[7:4000],
-            base[1:].view(-1)[: 64 * 1000].view(64, 1000)[:, :333],
-            base.view(-1, 512)[:, :64],
-        ]
-        plan = make_plan(leaves, [ColumnSpec.whole(i, leaf) for i, leaf in enumerate(leaves)])
-        expected = torch.full((plan.device_bytes,), 0xA5, dtype=torch.uint8, device=self.runtime.device)
-        found = expected.clone()
-        gather_torch(plan, leaves, expected)
-        resident = _Resident(plan, config, self.runtime, self.launcher)
-        descriptors = np.empty(resident.upload_bytes(()), dtype=np.uint8)
-        resident.write(descriptors, _addresses(plan, leaves))
-        resident.buffer.copy_(torch.from_numpy(descriptors))
-        resident.launch(found.data_ptr(), self.runtime.current_stream())
-        if not torch.equal(found, expected):
-            raise RuntimeError(f"{config} yields wrong bytes")
+        """Compile, launch and check every configuration that a pack can be given, and each way to the host."""
+        with self.runtime.as_current():
+            if self.launcher is not None:
+                try:
+                    for config in self.configs.configs:
+                        self_test(self, config, direct=False)
+                except Exception as error:  # noqa: BLE001 - as when a plan is first launched
+                    self._give_up_triton(error)
+            if self.configs.direct_store_bytes:
+                try:
+                    self_test(self, self.configs.configs[0], direct=True)
+                except Exception as error:  # noqa: BLE001 - whatever a driver may raise
+                    self.fallbacks.note(
+                        "direct store failed", f"the kernel can't store into pinned memory ({error}); copying all packs"
+                    )
+                    self._without_direct_store()
 
     def close(self) -> None:
         """Wait for every copy in flight and drop the device memory."""
@@ -357,8 +332,5 @@ class CudaEngine:
         self.residents.clear()
 
 
-def _addresses(plan: Plan, leaves: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(
-        _address_of(leaf) if route in (Route.KERNEL, Route.STAGED) else 0
-        for leaf, route in zip(leaves, plan.routes, strict=True)
-    )
+def _bytes(lease: memoryview) -> Tensor:
+    return torch.from_numpy(np.asarray(lease))  # unlike `torch.frombuffer`, also where there are none

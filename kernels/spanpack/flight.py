@@ -40,26 +40,31 @@ class Flight:
 
     Attributes
     ----------
-    packed, landed, packed_handle, landed_handle
-        See `Events`.
+    events
+        What it is followed by.
     done
         The host has seen `landed`; from then on no runtime call is needed to ask.
     """
 
-    __slots__ = ("done", "landed", "landed_handle", "packed", "packed_handle")
+    __slots__ = ("done", "events")
 
     def __init__(self, events: Events) -> None:
-        self.packed, self.landed, self.packed_handle, self.landed_handle = events
+        self.events = events
         self.done = False
+
+    @property
+    def landed(self) -> Event:
+        """See `Events`."""
+        return self.events.landed
 
     def is_done(self) -> bool:
         """Whether the bytes have landed; never blocks."""
         if not self.done:
-            self.done = self.landed.query()
+            self.done = self.events.landed.query()
         return self.done
 
     def wait(self) -> None:
         """Sleep until the bytes have landed."""
         if not self.done:
-            self.landed.synchronize()
+            self.events.landed.synchronize()
             self.done = True

@@ -15,6 +15,7 @@ from torch import Tensor
 from .config import LaunchConfig, choose_config
 from .errors import UnavailableError
 from .plan import Column, Plan, Route, Run
+from .stats import Fallbacks
 from .tiles import make_tiles
 
 __all__ = ["Launcher", "gather_torch", "gather_triton", "interpreted", "triton_available"]
@@ -109,6 +110,26 @@ def stage(plan: Plan, leaves: Sequence[Tensor]) -> list[Tensor]:
     return read
 
 
+_NARROW = {getattr(torch, f"{kind}{bits}", None) for kind in ("int", "uint") for bits in range(1, 8)}
+
+
+def why_unpackable(leaf: Tensor) -> str | None:
+    """What keeps a leaf from being moved as bytes, and what to do about it; None if nothing does."""
+    if leaf.is_nested:
+        return "is a nested tensor; give the list of its parts, leaf.unbind()"
+    if leaf.dtype in _NARROW:
+        return f"is {str(leaf.dtype).removeprefix('torch.')}, narrower than a byte; give leaf.view(torch.uint8)"
+    if leaf.layout != torch.strided or leaf.is_quantized or not leaf.numel():
+        return None
+    try:
+        has_memory = leaf.data_ptr() != 0
+    except (RuntimeError, NotImplementedError):  # a tensor in the middle of a transformation, or one that is traced
+        has_memory = False
+    if has_memory:
+        return None
+    return f"is a {type(leaf).__name__} without memory of its own; give the tensors it stands for"
+
+
 class OpaqueCopy:
     """A copy of a leaf that is moved as an object: on its device, until it is fetched."""
 
@@ -130,8 +151,11 @@ class OpaqueCopy:
         return self._copy.cpu()
 
 
-def copy_opaque(plan: Plan, leaves: Sequence[Tensor]) -> dict[int, OpaqueCopy]:
-    """Copies of the leaves that are moved as objects, by leaf."""
+def copy_opaque(plan: Plan, leaves: Sequence[Tensor], fallbacks: Fallbacks) -> dict[int, OpaqueCopy]:
+    """Copies of the leaves that are moved as objects, by leaf; counted."""
+    if not plan.has_opaque:
+        return {}
+    fallbacks.note("opaque", "sparse and quantized leaves are copied one by one, as objects")
     return {i: OpaqueCopy(leaves[i]) for i, route in enumerate(plan.routes) if route is Route.OPAQUE}
 
 

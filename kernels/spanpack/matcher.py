@@ -93,7 +93,12 @@ class _Writer:
             return f"len({name}) != {described}"
         keys = f"keys{len(self.keys)}"
         self.keys[keys] = described
-        return f"tuple({name}) != {keys}"
+        condition = f"tuple({name}) != {keys}"
+        kinds = tuple(map(type, described))
+        if set(kinds) <= {str}:
+            return condition
+        self.keys[f"{keys}_kinds"] = kinds  # 1, True and 1.0 are equal
+        return f"{condition} or tuple(map(type, {name})) != {keys}_kinds"
 
     def _name(self) -> str:
         self._count += 1

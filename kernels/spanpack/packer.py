@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ._runtime import load_runtime
+from .backends import Backend, resolve_backend, resolve_device
 from .batch import Batch
 from .config import load_configs
 from .cuda import CudaEngine
-from .errors import ClosedError, DeviceError, InputError, LeafError, UnavailableError
+from .errors import ClosedError, DeviceError, InputError, LeafError
 from .gather import (
     Launcher,
     copy_opaque,
@@ -25,24 +27,41 @@ from .gather import (
     gather_torch,
     gather_triton,
     interpreted,
-    triton_available,
+    why_unpackable,
 )
+from .leaf_table import LeafTables
 from .packed_tree import PackedTree, TreeRecipe
 from .placement import Rules, lower
 from .plan import Plan
 from .plan_cache import PlanCache
-from .planner import make_plan
+from .planner import plan_columns
 from .pool import HostPool
-from .snapshot import Snapshot
+from .snapshot import Rest, Snapshot
 from .stats import Fallbacks, Stats
 from .tree import Node, flatten, nodes
 
-Backend = Literal["auto", "triton", "torch"]
 Transport = Literal["auto", "copy"]
+_MOST_TABLES = 16
 
 
 class Packer:
     """Packs payloads of one device. Safe to call from several threads.
+
+    Memory, and what happens when it runs out:
+
+    * Pinned slabs come in powers of two, at most `slabs_per_class` of each, `pinned_budget_bytes` in all. A slab
+      belongs to its snapshot until the last view into it has died. Once half of a class is held, views of further
+      snapshots are copied out of their slab when they are made.
+    * A pack goes through one of up to four device slabs. When the copies of all of them are still on their way, the
+      producing stream waits for the oldest, counted in `Stats.stream_waits`; the host does not.
+    * A pack that finds no pinned slab is *late*: its bytes wait in device memory of its own until somebody waits for
+      the snapshot, which copies them to pageable memory. At most 8 late packs wait at a time; before a ninth, the
+      oldest is copied at once, which blocks that call. Snapshots that were dropped do not count.
+    * Pinned memory that the system has refused is not asked for again, nor more than that, until pinned memory was
+      given up or 1,000 such requests were turned down.
+    * Without device memory, torch copies leaf by leaf.
+
+    What is slower than one launch and one copy is counted in `Stats.fallbacks` and logged once.
 
     Parameters
     ----------
@@ -53,11 +72,9 @@ class Packer:
         Triton where it works, else torch, with one warning. On the CPU ``"auto"`` is ``"torch"``, and ``"triton"``
         needs ``TRITON_INTERPRET=1``.
     pinned_budget_bytes
-        Most pinned host memory for payloads; descriptors on their way to the device take up to 64 MiB beside it. A pack
-        that finds no slab within it lands in pageable memory instead, counted and logged once.
+        Most pinned host memory for payloads; descriptors on their way to the device take up to 64 MiB beside it.
     slabs_per_class
-        Most pinned slabs of one size (sizes are powers of two). Once half of them are held by views, the views of
-        further snapshots are copied out, so that views kept for long do not pin memory without bound.
+        Most pinned slabs of one size.
     copy_stream
         Side stream for the copies to the host; by default one of its own.
     tuned
@@ -104,15 +121,17 @@ class Packer:
                 f"pinned_budget_bytes={pinned_budget_bytes}, slabs_per_class={slabs_per_class}; "
                 "expected at least 0 bytes and 1 slab"
             )
-        self.device = _resolve_device(device)
+        self.device = resolve_device(device)
         self._fallbacks = Fallbacks()
-        self._use_triton = _resolve_backend(backend, self.device, self._fallbacks)
+        self._use_triton = resolve_backend(backend, self.device, self._fallbacks)
         self._pool = HostPool(pinned_budget_bytes, slabs_per_class)
         self._lock = threading.Lock()
         self._recipes: PlanCache[TreeRecipe] = PlanCache()
+        self._tables = LeafTables(_MOST_TABLES, self.device.type)
         self._packs = self._payload_bytes = self._host_launches = 0
         self._closed = False
         self._engine: CudaEngine | None = None
+        self._device_type: str | None = None  # of what the engine gathers; None without one and once it is closed
         if self.device.type == "cuda":
             runtime = load_runtime(self.device, copy_stream)
             launcher = Launcher(self.device) if self._use_triton else None
@@ -120,6 +139,7 @@ class Packer:
             if transport == "copy":
                 configs = replace(configs, direct_store_bytes=0)
             self._engine = CudaEngine(runtime, self._pool, self._fallbacks, launcher, configs)
+            self._device_type = "cuda"
 
     @property
     def backend(self) -> str:
@@ -127,11 +147,19 @@ class Packer:
         uses_triton = self._use_triton if self._engine is None else self._engine.launcher is not None
         return "triton" if uses_triton else "torch"
 
-    def pack(self, payload: Any, batch: Batch, rules: Rules | None = None) -> PackedTree:
+    def pack(
+        self,
+        payload: Any,
+        batch: Batch,
+        rules: Rules | None = None,
+        *,
+        stream: torch.cuda.Stream | None = None,
+        after: torch.cuda.Event | None = None,
+    ) -> PackedTree:
         """Take a snapshot of a payload for the consumers of a batch.
 
-        Returns as soon as the work is queued. The payload's tensors may be overwritten or freed and its containers
-        changed right after the call.
+        Returns as soon as the work is queued. The payload's tensors may be overwritten, by work on the producing
+        stream, or freed and its containers changed right after the call.
 
         Parameters
         ----------
@@ -143,6 +171,14 @@ class Packer:
             Placement by path (``{"embed.bos": Placement.INVARIANT}``), or a function from path to placement. Where
             there is none, a tensor whose first dimension is in ``per_token_rows`` is per-token and a list as long as
             the batch is per-request; anything else must be named here.
+        stream
+            The producing stream: the gather is queued there. By default the current stream of the packer's device.
+            Naming another costs the host some 10 us and, if sparse or quantized leaves were allocated on a third
+            stream, leaves it to the caller to keep those.
+        after
+            An event that the gather waits for on the device; the host does not. Where it was recorded on another
+            stream than the producing one, that stream may go on before the gather has read the tensors: overwrite
+            nothing there before the snapshot is done.
 
         Returns
         -------
@@ -151,9 +187,11 @@ class Packer:
         Raises
         ------
         PlacementError
-            A leaf that fits no rule, or a rule that does not fit its leaf.
+            A leaf that fits no rule, a rule that does not fit its leaf, or one for a path where there is no leaf.
+        LeafError
+            A leaf that is no bytes in memory: nested, of a dtype narrower than a byte, or a wrapper.
         DeviceError
-            A leaf on a device that this packer does not serve.
+            A leaf, or the stream, is on a device that this packer does not serve.
         ClosedError
             The packer was closed.
         """
@@ -163,16 +201,25 @@ class Packer:
         if recipe is None:
             spec = seen.spec or flatten(payload)[1]
             found = nodes(spec)
-            self._check_devices(found, seen.leaves)
+            self._check_leaves(found, seen.leaves)
             columns, placed = lower(found, seen.leaves, batch.spans, rules)
-            plan = make_plan(seen.leaves, columns, self.device.type)
+            plan = plan_columns(self._tables.look(seen.leaves), [(column,) for column in columns])
             recipe = TreeRecipe(plan, spec, batch.spans, tuple(placed))
             if not callable(rules):
-                self._recipes.keep(seen, key, recipe)
-        return PackedTree(self.run(recipe.plan, seen.leaves, validate=False), recipe, seen.values)
+                self._recipes.keep(seen, key, recipe, plan.signature)
+        snapshot = self.run(recipe.plan, seen.leaves, validate=False, stream=stream, after=after)
+        return PackedTree(snapshot, recipe, seen.values)
 
-    def run(self, plan: Plan, leaves: Sequence[Tensor], *, validate: bool = True) -> Snapshot:
-        """Run a plan: gather on the current stream, copy to the host on the copy stream, return at once.
+    def run(
+        self,
+        plan: Plan,
+        leaves: Sequence[Tensor],
+        *,
+        validate: bool = True,
+        stream: torch.cuda.Stream | None = None,
+        after: torch.cuda.Event | None = None,
+    ) -> Snapshot:
+        """Run a plan: gather on the producing stream, copy to the host on the copy stream, return at once.
 
         Parameters
         ----------
@@ -182,33 +229,31 @@ class Packer:
             Tensors that look like those the plan was made for; their addresses may differ.
         validate
             Whether to check that they do. Leave it on unless a `PlanCache` found the plan for these very leaves.
+        stream, after
+            See `pack`.
 
         Raises
         ------
         LeafError
             The leaves differ from the plan's in number, dtype, shape, strides or device.
         DeviceError
-            A leaf on a device that this packer does not serve.
+            A leaf, or the stream, is on a device that this packer does not serve.
         ClosedError
             The packer was closed.
         """
+        if stream is not None or after is not None:
+            with self._behind(plan, leaves, stream, after):
+                return self.run(plan, leaves, validate=validate)
         if validate and not (plan.signature.matches(leaves) or plan.signature.admits(leaves)):
             raise LeafError(
                 f"these {len(leaves)} leaves differ from those of the plan ({len(plan.routes)}) in number, dtype, "
                 "shape, strides or device; make a plan for them"
             )
         with self._lock:
-            self._check_open()
-            if plan.device_type == "cpu":
-                snapshot = self._run_on_host(plan, leaves)
-            elif self._engine is None or plan.device_type != self.device.type:
-                raise DeviceError(f"leaves on {plan.device_type!r}, but this packer serves {str(self.device)!r}")
-            elif plan.device_bytes == 0:
-                snapshot = self._run_host_part(plan, leaves)
+            if plan.device_type == self._device_type and plan.device_bytes:
+                snapshot = self._engine.run(plan, leaves)  # type: ignore[union-attr] # there is one, see _device_type
             else:
-                snapshot = self._engine.run(plan, leaves)
-            if plan.has_opaque:
-                self._fallbacks.note("opaque", "sparse and quantized leaves are copied one by one, as objects")
+                snapshot = self._run_on_host(plan, leaves)
             self._packs += 1
             self._payload_bytes += plan.payload_bytes
         return snapshot
@@ -263,7 +308,7 @@ class Packer:
             pinned_bytes=pool.pinned_bytes + engine.staging.pinned_bytes,
             pinned_peak_bytes=pool.peak_bytes + engine.staging.peak_bytes,
             pinned_allocations=pool.allocations + engine.staging.allocations,
-            device_bytes=engine.ring.nbytes,
+            device_bytes=engine.ring.nbytes + engine.late.device_bytes,
             device_allocations=engine.ring.allocations,
             slabs_in_use=pool.in_use,
             stream_waits=engine.ring.stream_waits,
@@ -276,6 +321,7 @@ class Packer:
             if self._closed:
                 return
             self._closed = True
+            self._device_type = None
             if self._engine is not None:
                 self._engine.close()
             self._pool.close()
@@ -292,59 +338,58 @@ class Packer:
         if self._closed:
             raise ClosedError("this packer was closed; make a new one")
 
-    def _check_devices(self, found: Sequence[Node], leaves: Sequence[Tensor]) -> None:
+    def _check_leaves(self, found: Sequence[Node], leaves: Sequence[Tensor]) -> None:
         for node in found:
             for index in node.leaves:
-                device = leaves[index].device
-                if device.type != "cpu" and device != self.device:
+                leaf = leaves[index]
+                if leaf.device.type != "cpu" and leaf.device != self.device:
                     raise DeviceError(
-                        f"{node.path!r} is on {device}, this packer serves {self.device}; use one packer per device"
+                        f"{node.path!r} is on {leaf.device}, this packer serves {self.device}; "
+                        "use one packer per device"
                     )
+                why_not = why_unpackable(leaf)
+                if why_not:
+                    raise LeafError(f"{node.path!r} {why_not}")
+
+    @contextmanager
+    def _behind(
+        self,
+        plan: Plan,
+        leaves: Sequence[Tensor],
+        stream: torch.cuda.Stream | None,
+        after: torch.cuda.Event | None,
+    ) -> Iterator[None]:
+        """Make `stream` the current one, and let what comes wait for `after`."""
+        if self._engine is None:
+            raise DeviceError(f"streams and events are a GPU's, this packer serves {self.device}; leave them out")
+        if stream is not None and getattr(stream, "device", None) != self.device:
+            raise DeviceError(
+                f"stream {stream!r}, but this packer serves {self.device}; "
+                f"give a torch.cuda.Stream(device={str(self.device)!r})"
+            )
+        if after is not None and not hasattr(after, "cuda_event"):
+            raise InputError(f"after is a {type(after).__name__}; give a torch.cuda.Event that was recorded")
+        runtime = self._engine.runtime
+        with nullcontext() if stream is None else runtime.on(stream):
+            if after is not None:
+                runtime.stream_wait(runtime.current_stream(), after)
+            yield
+            if stream is not None:  # which may be another than the one that the leaves were allocated on
+                runtime.hold(*(leaves[index] for index in plan.kernel_leaves))
 
     def _run_on_host(self, plan: Plan, leaves: Sequence[Tensor]) -> Snapshot:
+        """A plan that nothing on a device is gathered for."""
+        self._check_open()
         array = np.empty(plan.slab_bytes, dtype=np.uint8)
         slab = torch.from_numpy(array)
-        if self._use_triton and interpreted():
+        if plan.device_type != "cpu":
+            if plan.device_type != self.device.type:
+                raise DeviceError(f"leaves on {plan.device_type!r}, but this packer serves {str(self.device)!r}")
+            gather_host(plan, leaves, slab)
+        elif self._use_triton and interpreted():
             gather_triton(plan, leaves, slab)
             self._host_launches += bool(len(plan.segments))
         else:
             gather_torch(plan, leaves, slab)
-        return Snapshot(plan, array, opaque=copy_opaque(plan, leaves))
-
-    def _run_host_part(self, plan: Plan, leaves: Sequence[Tensor]) -> Snapshot:
-        array = np.empty(plan.slab_bytes, dtype=np.uint8)
-        gather_host(plan, leaves, torch.from_numpy(array))
-        return Snapshot(plan, array, opaque=copy_opaque(plan, leaves))
-
-
-def _resolve_device(device: torch.device | str | int | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise DeviceError(f"device {device!r} is none that torch knows; give e.g. 'cuda:0' or 'cpu'") from error
-    if resolved.type == "cuda":
-        if not torch.cuda.is_available():
-            raise DeviceError(f"device {str(device)!r}, but torch sees no CUDA or ROCm device")
-        if resolved.index is None:
-            resolved = torch.device("cuda", torch.cuda.current_device())
-    elif resolved.type != "cpu":
-        raise DeviceError(f"device {str(device)!r}: packers serve CUDA, ROCm and CPU tensors")
-    return resolved
-
-
-def _resolve_backend(backend: Backend, device: torch.device, fallbacks: Fallbacks) -> bool:
-    """Whether to use Triton."""
-    if backend not in ("auto", "triton", "torch"):
-        raise UnavailableError(f"backend {backend!r}; choose 'auto', 'triton' or 'torch'")
-    if backend == "torch" or (backend == "auto" and device.type == "cpu"):
-        return False
-    if device.type == "cpu" and not interpreted():
-        raise UnavailableError("the Triton kernel runs on CPU tensors only with TRITON_INTERPRET=1 in the environment")
-    if triton_available():
-        return True
-    if backend == "triton":
-        raise UnavailableError("backend 'triton', but Triton can't be imported; install triton or use backend='torch'")
-    fallbacks.note("no triton", "Triton can't be imported; gathering with torch copies")
-    return False
+        opaque = copy_opaque(plan, leaves, self._fallbacks)
+        return Snapshot(plan, array.data, rest=Rest(None, opaque) if opaque else None)

@@ -60,6 +60,8 @@ class RowMap:
         return hash(self.key)
 
 
+_MOST_PATHS = 50  # named in an error message
+
 Rule = Placement | RowMap
 Rules = Mapping[str, Rule] | Callable[[str], Rule | None]
 
@@ -90,11 +92,22 @@ def lower(
     Raises
     ------
     PlacementError
-        A node fits no rule, or a rule does not fit its node; the message names the node.
+        A node fits no rule, a rule does not fit its node, or a rule names none; the message names the path.
     """
+    if rules is not None and not callable(rules):
+        _check_paths(rules, found)
     columns: list[ColumnSpec] = []
     placed = [_lower_node(node, leaves, spans, _rule_for(node, rules), columns) for node in found]
     return columns, placed
+
+
+def _check_paths(rules: Mapping[str, Rule], found: Sequence[Node]) -> None:
+    paths = [node.path for node in found]
+    for path in rules:
+        if path not in paths:
+            there = ", ".join(map(repr, paths[:_MOST_PATHS])) or "no tensors"
+            more = f" and {len(paths) - _MOST_PATHS} more" if len(paths) > _MOST_PATHS else ""
+            raise PlacementError(f"there is a rule for {path!r}, but no such leaf; this payload has {there}{more}")
 
 
 def _rule_for(node: Node, rules: Rules | None) -> Rule | None:

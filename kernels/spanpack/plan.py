@@ -6,6 +6,7 @@ that looks alike.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .columns import ColumnSpec, Int64Array, merge_pieces
+from .columns import ColumnSpec, Int64Array
 from .signature import Signature
 
 
@@ -27,8 +28,42 @@ class Route(Enum):
     OPAQUE = "opaque"  # sparse or quantized: moved as an object, outside the slab
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class LeafUse(NamedTuple):
+    """How the leaves of a plan get into the slab.
+
+    Attributes
+    ----------
+    routes
+        Of each leaf; None for a leaf that no column uses.
+    kernel
+        Leaves whose address the gather needs, in order.
+    staged
+        Leaves that are made contiguous on the device before the gather.
+    has_opaque
+        Whether some leaves are moved as objects.
+    reads_every_leaf
+        Whether the addresses of all leaves, as given, are what the gather needs.
+    """
+
+    routes: tuple[Route | None, ...]
+    kernel: tuple[int, ...]
+    staged: tuple[int, ...]
+    has_opaque: bool
+    reads_every_leaf: bool
+
+    @staticmethod
+    def of(routes: Sequence[Route | None]) -> LeafUse:
+        """Sort leaves by their routes."""
+        return LeafUse(
+            routes=tuple(routes),
+            kernel=tuple(i for i, route in enumerate(routes) if route in (Route.KERNEL, Route.STAGED)),
+            staged=tuple(i for i, route in enumerate(routes) if route is Route.STAGED),
+            has_opaque=Route.OPAQUE in routes,
+            reads_every_leaf=all(route is Route.KERNEL for route in routes),
+        )
+
+
+class Column(NamedTuple):
     """Where one column stands in the slab and how it is split.
 
     Attributes
@@ -76,9 +111,17 @@ class Plan:
         Device segments, ``[num_segments, 6] int64``: leaf, first source byte in the leaf, destination offset in the
         slab, length, bytes of a row, bytes from a row to the next. The last two are 0 where the source is one run.
     specs
-        The column specs it was made from.
+        For each column, the specs whose pieces it holds one after another.
     routes
         For each leaf, how it gets into the slab; None for a leaf that no column uses.
+    kernel_leaves
+        Leaves whose address the gather needs, in order.
+    staged_leaves
+        Leaves that are made contiguous on the device before the gather.
+    has_opaque
+        Whether some leaves are moved as objects.
+    reads_every_leaf
+        Whether the addresses of all leaves, as given, are what the gather needs.
     device_type
         Type of the device whose leaves are gathered, e.g. ``"cuda"``; ``"cpu"`` if all leaves are on the CPU.
     device_bytes
@@ -93,8 +136,12 @@ class Plan:
 
     columns: tuple[Column, ...]
     segments: Int64Array  # [num_segments, 6]
-    specs: tuple[ColumnSpec, ...]
+    specs: tuple[Sequence[ColumnSpec], ...]
     routes: tuple[Route | None, ...]
+    kernel_leaves: tuple[int, ...]
+    staged_leaves: tuple[int, ...]
+    has_opaque: bool
+    reads_every_leaf: bool
     device_type: str
     device_bytes: int
     slab_bytes: int
@@ -115,35 +162,29 @@ class Plan:
     @cached_property
     def host_runs(self) -> tuple[Run, ...]:
         """Row copies from leaves that are on the CPU already."""
-        return self._runs(host=True)
+        return self._runs(host=True) if self.slab_bytes > self.device_bytes else ()
 
     def _runs(self, *, host: bool) -> tuple[Run, ...]:
         runs: list[Run] = []
-        for index, (spec, column) in enumerate(zip(self.specs, self.columns, strict=True)):
-            if column.opaque is not None or not column.nbytes or (self.routes[spec.first_leaf] is Route.HOST) != host:
+        for index, (specs, column) in enumerate(zip(self.specs, self.columns, strict=True)):
+            on_host = self.routes[specs[0].first_leaf] is Route.HOST
+            if column.opaque is not None or not column.nbytes or on_host != host:
                 continue
-            leaf, start, rows = merge_pieces(spec)
-            before = np.cumsum(rows) - rows
-            parts = (part.tolist() for part in (leaf, start, rows, before))
-            runs.extend(Run(index, *run) for run in zip(*parts, strict=True))
+            first_row = 0
+            for spec in specs:
+                facts = spec.piece_facts()
+                starts, rows = facts.runs.starts, facts.runs.rows
+                leaves = spec.leaves if facts.runs.leaves is None else facts.runs.leaves
+                before = np.cumsum(rows) - rows + first_row
+                runs.extend(
+                    Run(index, *run)
+                    for run in zip(
+                        np.broadcast_to(leaves, starts.shape).tolist(),
+                        starts.tolist(),
+                        rows.tolist(),
+                        before.tolist(),
+                        strict=True,
+                    )
+                )
+                first_row += facts.total_rows
         return tuple(runs)
-
-    @cached_property
-    def kernel_leaves(self) -> tuple[int, ...]:
-        """Leaves whose address the gather needs, in order."""
-        return tuple(i for i, route in enumerate(self.routes) if route in (Route.KERNEL, Route.STAGED))
-
-    @cached_property
-    def staged_leaves(self) -> tuple[int, ...]:
-        """Leaves that are made contiguous on the device before the gather."""
-        return tuple(i for i, route in enumerate(self.routes) if route is Route.STAGED)
-
-    @cached_property
-    def has_opaque(self) -> bool:
-        """Whether some leaves are moved as objects."""
-        return Route.OPAQUE in self.routes
-
-    @cached_property
-    def reads_every_leaf(self) -> bool:
-        """Whether the addresses of all leaves, as given, are what the gather needs."""
-        return all(route is Route.KERNEL for route in self.routes)

@@ -103,9 +103,19 @@ class PlanCache(Generic[EntryT]):
         with self._lock:
             return Sighting(walked, values, spec, self._find(spec, key, walked))
 
-    def keep(self, seen: Sighting[EntryT], key: Hashable, entry: EntryT) -> None:
-        """Keep an entry for payloads like one that `look` found nothing for."""
-        look = _Look(key, compile_matcher(seen.spec), make_signature(seen.leaves), entry)
+    def keep(self, seen: Sighting[EntryT], key: Hashable, entry: EntryT, signature: Signature | None = None) -> None:
+        """Keep an entry for payloads like one that `look` found nothing for.
+
+        Parameters
+        ----------
+        seen, key
+            What `look` returned, and the key that it was given.
+        entry
+            What to find from now on.
+        signature
+            Recognises the leaves, such as `Plan.signature`; by default one is made.
+        """
+        look = _Look(key, compile_matcher(seen.spec), signature or make_signature(seen.leaves), entry)
         with self._lock:
             looks = self._looks.setdefault((seen.spec, key), [])
             looks.insert(0, look)

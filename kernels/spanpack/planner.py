@@ -1,7 +1,8 @@
 """From columns of leaves to a plan. Host arithmetic only, nothing here touches a device.
 
-Planning happens once for steps that look alike, but a prefill looks like no other: this runs on the decode thread, so
-what can be done for all columns together is.
+A step that looks like an earlier one has its plan already, but a prefill looks like no other, and this runs on the
+decode thread. So what the leaves look like apart from their rows is taken from a `LeafTable`, which outlives the step,
+and the segments of all columns are made together: a NumPy call costs the same for one column as for all of them.
 """
 
 from __future__ import annotations
@@ -10,13 +11,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from .columns import MOST_ROWS, ColumnSpec, Int64Array, Pieces, merge_pieces
+from .columns import MOST_ROWS, ColumnSpec, Int64Array, PieceFacts, Runs
 from .errors import LeafError, PlacementError
+from .leaf_table import LeafLooks
 from .plan import Column, Plan, Route
-from .signature import make_signature
 from .tiles import DESTINATION, LEAF, LENGTH, ROW_BYTES, ROW_STRIDE, SOURCE
 
 ALIGNMENT_BYTES = 16  # of every column in the slab: one vector load or store of a GPU lane
@@ -46,234 +46,213 @@ def make_plan(leaves: Sequence[Tensor], columns: Sequence[ColumnSpec], device_ty
     LeafError
         A leaf that can only be moved whole (sparse, quantized) is asked for in part.
     """
-    if device_type is None:
-        device_type = next((leaf.device.type for leaf in leaves if leaf.device.type != "cpu"), "cpu")
-    return _Planner(leaves, columns, device_type).plan()
+    return plan_columns(LeafLooks.of(leaves, device_type), [(column,) for column in columns])
+
+
+def plan_columns(looks: LeafLooks, columns: Sequence[Sequence[ColumnSpec]]) -> Plan:
+    """The same for leaves that have been looked at, with columns in parts: each is the pieces of its specs in turn."""
+    return _Planner(looks, columns).plan()
+
+
+class _Content(NamedTuple):
+    """What a column holds; where it goes is not known yet."""
+
+    leaf: int  # the first one, which the others are like
+    row_bytes: int
+    rows: tuple[int, ...]
+    total_rows: int
+    facts: list[PieceFacts]  # of each spec
+    scalar: bool
+
+
+class _Part(NamedTuple):
+    """The runs of one spec, and where in the slab they go."""
+
+    leaf: int  # the first one, where there are several
+    runs: Runs
+    row_bytes: int
+    offset: int
+    nbytes: int
 
 
 class _Planner:
-    def __init__(self, leaves: Sequence[Tensor], columns: Sequence[ColumnSpec], device_type: str) -> None:
-        self.leaves = leaves
-        self.specs = columns
-        self.device_type = device_type
-        self.routes: list[Route | None] = [None] * len(leaves)
-        self.facts: dict[tuple[int, int], _SpanFacts] = {}
-        self.merged: list[_Merged] = []
+    def __init__(self, looks: LeafLooks, columns: Sequence[Sequence[ColumnSpec]]) -> None:
+        self.looks = looks
+        self.table = looks.table
+        self.columns = columns
+        self.used: set[int] = set()
+        self.facts: dict[tuple[int, int, int], PieceFacts] = {}
+        self.parts: list[_Part] = []  # those that the gather fills
 
     def plan(self) -> Plan:
-        homes = [self._on_host(index, spec) for index, spec in enumerate(self.specs)]
+        table, routes = self.table, self.table.routes
+        contents = [self._content(index, specs) for index, specs in enumerate(self.columns)]
         placed: dict[int, Column] = {}
-        end = device_bytes = payload_bytes = 0
-        for host_part in (False, True):  # device columns first: they are what the one copy brings over
-            for index, spec in enumerate(self.specs):
-                if homes[index] is host_part:
-                    column = self._place(index, spec, end, host_part)
-                    placed[index] = column
+        end = device_bytes = 0
+        for on_host in (False, True):  # device columns first: they are what the one copy brings over
+            for index, content in enumerate(contents):
+                if (routes[content.leaf] is Route.HOST) is on_host:
+                    column = placed[index] = self._place(self.columns[index], content, end)
                     end = _align(end + column.nbytes)
-                    payload_bytes += column.nbytes
-            if not host_part:
+            if not on_host:
                 device_bytes = end
+        use = table.use(frozenset(self.used))
+        columns = tuple([placed[index] for index in range(len(contents))])
         return Plan(
-            columns=tuple(placed[index] for index in range(len(self.specs))),
-            segments=self._segments(),
-            specs=tuple(self.specs),
-            routes=tuple(self.routes),
-            device_type=self.device_type,
+            columns=columns,
+            segments=_segments(self.parts, table.row_strides),
+            specs=tuple(self.columns),
+            routes=use.routes,
+            kernel_leaves=use.kernel,
+            staged_leaves=use.staged,
+            has_opaque=use.has_opaque,
+            reads_every_leaf=use.reads_every_leaf,
+            device_type=table.device_type,
             device_bytes=device_bytes,
             slab_bytes=end,
-            payload_bytes=payload_bytes,
-            signature=make_signature(self.leaves),
+            payload_bytes=sum([column.nbytes for column in columns]),
+            signature=self.looks,
         )
 
-    def _on_host(self, index: int, spec: ColumnSpec) -> bool:
+    def _content(self, index: int, specs: Sequence[ColumnSpec]) -> _Content:
+        """Add up the pieces of a column; checks that they are there and that their leaves can share it."""
+        facts = [spec.facts or self._piece_facts(index, spec) for spec in specs]
+        model = specs[0].first_leaf
+        rows: tuple[int, ...] = ()
+        total_rows = 0
+        for spec, known in zip(specs, facts, strict=True):
+            leaves = (spec.leaves,) if isinstance(spec.leaves, int) else spec.leaves.tolist()
+            if not self._fits(spec, known, leaves, model):
+                self._check(index, spec, leaves, model, len(rows))
+            self.used.update(leaves)
+            rows += known.rows
+            total_rows += known.total_rows
+        if self.table.routes[model] is Route.OPAQUE:
+            self._check_opaque(specs, model)
+        return _Content(model, self.table.row_bytes[model], rows, total_rows, facts, specs[0].scalar)
+
+    def _piece_facts(self, index: int, spec: ColumnSpec) -> PieceFacts:
+        """Per-token columns share their arrays, so it is worked out once for all of them."""
         if not len(spec.rows):
             raise PlacementError(f"column {index} has no pieces; leave it out")
-        on_host = {self._route(leaf) is Route.HOST for leaf in spec.leaf_set}
-        if len(on_host) > 1:
-            raise PlacementError(f"column {index} mixes leaves on the CPU and on a device; give each its own column")
-        return on_host == {True}
-
-    def _route(self, leaf: int) -> Route:
-        if not 0 <= leaf < len(self.leaves):
-            raise PlacementError(f"a column takes rows of leaf {leaf}, but there are {len(self.leaves)} leaves")
-        route = self.routes[leaf]
-        if route is None:
-            route = self.routes[leaf] = _route(self.leaves[leaf], self.device_type)
-        return route
-
-    def _place(self, index: int, spec: ColumnSpec, offset: int, host: bool) -> Column:
-        first = spec.first_leaf
-        model = self.leaves[first]
-        if self.routes[first] is Route.OPAQUE:
-            return self._opaque(spec, first, offset)
-        facts = self._span_facts(spec)
-        self._check(index, spec, facts, model)
-        row_shape = tuple(model.shape[1:])
-        row_bytes = model.element_size() * _product(row_shape)
-        if not host and row_bytes:
-            shared = facts.merged if isinstance(spec.leaves, int) else None
-            self.merged.append(_Merged(shared or merge_pieces(spec), spec, row_bytes, offset))
-        return Column(
-            offset_bytes=offset,
-            nbytes=facts.total_rows * row_bytes,
-            dtype=model.dtype,
-            shape=(facts.total_rows,) if spec.scalar else (facts.total_rows, *row_shape),
-            rows=facts.rows,
-            scalar=spec.scalar,
-        )
-
-    def _span_facts(self, spec: ColumnSpec) -> _SpanFacts:
-        """What depends on the spans alone: per-token columns share their arrays, so it is worked out once."""
-        key = (id(spec.starts), id(spec.rows))
+        leaves = -1 if isinstance(spec.leaves, int) else id(spec.leaves)
+        key = (leaves, id(spec.starts), id(spec.rows))
         facts = self.facts.get(key)
         if facts is None:
-            facts = self.facts[key] = _SpanFacts(
-                rows=tuple(spec.rows.tolist()),
-                total_rows=int(spec.rows.sum()),
-                lowest=int(min(spec.starts.min(), spec.rows.min())),
-                highest=int(max(spec.starts.max(), spec.rows.max())),
-                end=int((spec.starts + spec.rows).max()),
-                merged=merge_pieces(spec) if isinstance(spec.leaves, int) else None,
-            )
+            facts = self.facts[key] = spec.piece_facts()
         return facts
 
-    def _check(self, index: int, spec: ColumnSpec, facts: _SpanFacts, model: Tensor) -> None:
-        for leaf in spec.leaf_set:
-            tensor = self.leaves[leaf]
-            if tensor.dtype != model.dtype or tensor.shape[1:] != model.shape[1:]:
+    def _fits(self, spec: ColumnSpec, facts: PieceFacts, leaves: Sequence[int], model: int) -> bool:
+        """Whether nothing is wrong, told by as few looks as possible; False if in doubt."""
+        table, row_counts = self.table, self.looks.row_counts
+        if isinstance(spec.leaves, int):
+            if not 0 <= spec.leaves < len(row_counts):
+                return False
+            alike, available = table.kinds[spec.leaves] is table.kinds[model], row_counts[spec.leaves]
+        else:
+            if min(leaves) < 0 or max(leaves) >= len(row_counts):
+                return False
+            alike = bool((table.groups[spec.leaves] == table.groups[model]).all())
+            available = min(map(row_counts.__getitem__, leaves))
+        return (
+            alike
+            and table.routes[leaves[0]] is table.routes[model] is not Route.OPAQUE
+            and spec.scalar == table.kinds[model].scalar
+            and facts.smallest >= 0
+            and facts.largest <= MOST_ROWS
+            and facts.end <= available
+        )
+
+    def _check(self, index: int, spec: ColumnSpec, leaves: Sequence[int], model: int, pieces_before: int) -> None:
+        """Raise for a leaf that does not exist or can't stand beside the first, and for pieces outside their leaf."""
+        table, describe = self.table, self.looks.describe
+        for leaf in (model, *leaves):
+            if not 0 <= leaf < len(table.routes):
+                raise PlacementError(f"a column takes rows of leaf {leaf}, but there are {len(table.routes)} leaves")
+        wanted = table.kinds[model]
+        for leaf in leaves:
+            kind = table.kinds[leaf]
+            if (table.routes[leaf] is Route.HOST) is not (table.routes[model] is Route.HOST):
                 raise PlacementError(
-                    f"column {index} holds {_kind(model)} and {_kind(tensor)}; "
+                    f"column {index} mixes leaves on the CPU and on a device; give each its own column"
+                )
+            if (kind.dtype, kind.row_shape) != (wanted.dtype, wanted.row_shape):
+                raise PlacementError(
+                    f"column {index} holds {describe(model)} and {describe(leaf)}; "
                     "the leaves of a column must agree in dtype and shape[1:]"
                 )
-            if self.routes[leaf] is Route.OPAQUE:
+            if table.routes[leaf] is Route.OPAQUE and leaf != model:
                 raise LeafError(
-                    f"column {index}: leaf {leaf} is {_kind(tensor)} with layout {tensor.layout}, which can't share a "
-                    "column; give it its own"
+                    f"column {index}: leaf {leaf} is {describe(leaf)} with layout {table.layout(leaf)}, which can't "
+                    "share a column; give it its own"
                 )
-            if (tensor.dim() == 0) != spec.scalar:
-                raise PlacementError(f"column {index}: leaf {leaf} is {_kind(tensor)}, but scalar={spec.scalar}")
-        if (
-            facts.lowest < 0
-            or facts.highest > MOST_ROWS
-            or facts.end > min(_row_count(self.leaves[leaf]) for leaf in spec.leaf_set)
-        ):
-            self._check_pieces(index, spec)
-
-    def _check_pieces(self, index: int, spec: ColumnSpec) -> None:
-        """Look at every piece with its own leaf's rows; raise for the first that lies outside."""
-        for piece, (leaf, start, rows) in enumerate(spec.pieces()):
-            available = _row_count(self.leaves[leaf])
+            if kind.scalar != spec.scalar:
+                raise PlacementError(f"column {index}: leaf {leaf} is {describe(leaf)}, but scalar={spec.scalar}")
+        if table.routes[model] is Route.OPAQUE:
+            return  # checked as a whole
+        for piece, (leaf, start, rows) in enumerate(spec.pieces(), pieces_before):
+            available = self.looks.row_counts[leaf]
             if start < 0 or rows < 0 or start + rows > available:
                 raise PlacementError(
                     f"column {index}, piece {piece}: rows [{start}, {start + rows}) of leaf {leaf}, "
                     f"which has {available} rows"
                 )
 
-    def _opaque(self, spec: ColumnSpec, leaf: int, offset: int) -> Column:
-        tensor = self.leaves[leaf]
-        whole = len(spec.leaf_set) == 1 and not spec.starts.any()
-        if not whole or (tensor.dim() and (spec.rows != tensor.shape[0]).any()):
+    def _check_opaque(self, specs: Sequence[ColumnSpec], leaf: int) -> None:
+        spec, whole_rows = specs[0], self.looks.row_counts[leaf]
+        if len(specs) > 1 or len(spec.leaf_set) > 1 or spec.starts.any() or (spec.rows != whole_rows).any():
             raise LeafError(
-                f"leaf {leaf} is {_kind(tensor)} with layout {tensor.layout}: it can only be packed whole, "
-                "not by rows; declare it request-invariant"
+                f"leaf {leaf} is {self.looks.describe(leaf)} with layout {self.table.layout(leaf)}: it can only be "
+                "packed whole, not by rows; declare it request-invariant"
             )
-        rows = tuple(spec.rows.tolist())
-        return Column(offset, 0, tensor.dtype, tuple(tensor.shape), rows, spec.scalar, opaque=leaf)
 
-    def _segments(self) -> Int64Array:
-        """All columns at once: a NumPy call costs the same for one column as for all of them."""
-        if not self.merged:
-            return np.zeros((0, 6), dtype=np.int64)
-        counts = [len(column.pieces[0]) for column in self.merged]
-        leaf, start, rows = (
-            np.concatenate(part) for part in zip(*(column.pieces for column in self.merged), strict=True)
-        )
-        row_bytes = np.repeat([column.row_bytes for column in self.merged], counts)
-        stride = self._row_strides()[leaf]
-        stride = np.where(stride < 0, row_bytes, stride)
-        length = rows * row_bytes
-        before = np.cumsum(length) - length
-        first = np.concatenate(([0], np.cumsum(counts)[:-1]))
-        column_start = [column.offset for column in self.merged]
-        shift = np.repeat(np.asarray(column_start) - np.append(before, 0)[first], counts)
-        one_run = (stride == row_bytes) | (rows == 1)
-        table = np.empty((len(leaf), 6), dtype=np.int64)
-        table[:, LEAF] = leaf
-        table[:, SOURCE] = start * stride
-        table[:, DESTINATION] = before + shift
-        table[:, LENGTH] = length
-        table[:, ROW_BYTES] = np.where(one_run, 0, row_bytes)
-        table[:, ROW_STRIDE] = np.where(one_run, 0, stride)
-        return table
-
-    def _row_strides(self) -> Int64Array:
-        """Bytes from a row to the next, ``[num_leaves] int64``; -1 where rows follow each other once it is staged."""
-        return np.array(
-            [
-                leaf.stride(0) * leaf.element_size() if route is Route.KERNEL and leaf.dim() else -1
-                for leaf, route in zip(self.leaves, self.routes, strict=True)
-            ],
-            dtype=np.int64,
-        )
+    def _place(self, specs: Sequence[ColumnSpec], content: _Content, offset: int) -> Column:
+        leaf, row_bytes, rows, total_rows, facts, scalar = content
+        kind, route = self.table.kinds[leaf], self.table.routes[leaf]
+        if route is Route.OPAQUE:
+            shape = () if kind.scalar else (self.looks.row_counts[leaf], *kind.row_shape)
+            return Column(offset, 0, kind.dtype, shape, rows, scalar, opaque=leaf)
+        end = offset
+        if row_bytes and route is not Route.HOST:
+            for spec, known in zip(specs, facts, strict=True):
+                nbytes = known.total_rows * row_bytes
+                self.parts.append(_Part(spec.first_leaf, known.runs, row_bytes, end, nbytes))
+                end += nbytes
+        shape = (total_rows,) if scalar else (total_rows, *kind.row_shape)
+        return Column(offset, total_rows * row_bytes, kind.dtype, shape, rows, scalar)
 
 
-class _SpanFacts(NamedTuple):
-    rows: tuple[int, ...]
-    total_rows: int
-    lowest: int  # of all starts and row counts
-    highest: int
-    end: int
-    merged: Pieces | None
-
-
-class _Merged(NamedTuple):
-    shared: Pieces
-    spec: ColumnSpec
-    row_bytes: int
-    offset: int
-
-    @property
-    def pieces(self) -> Pieces:
-        if not isinstance(self.spec.leaves, int):
-            return self.shared
-        _, start, rows = self.shared
-        return np.full_like(start, self.spec.leaves), start, rows
-
-
-def _route(tensor: Tensor, device_type: str) -> Route:
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        return Route.OPAQUE
-    if tensor.device.type == "cpu" and device_type != "cpu":
-        return Route.HOST
-    if tensor.is_conj() or tensor.is_neg() or not _rows_contiguous(tensor):
-        return Route.STAGED
-    return Route.KERNEL
-
-
-def _rows_contiguous(tensor: Tensor) -> bool:
-    """Whether each row, an index of dimension 0, is one run of memory."""
-    expected = 1
-    for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
-        if size != 1 and stride != expected:
-            return tensor.numel() == 0
-        expected *= size
-    return True
-
-
-def _row_count(tensor: Tensor) -> int:
-    return tensor.shape[0] if tensor.dim() else 1
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
+def _segments(parts: Sequence[_Part], row_strides: Int64Array) -> Int64Array:
+    """Device segments of all parts together, see `Plan.segments`."""
+    if not parts:
+        return np.zeros((0, 6), dtype=np.int64)
+    counts = [len(part.runs.starts) for part in parts]
+    per_part = []
+    bytes_before = 0
+    for leaf, _, row_bytes, offset, nbytes in parts:
+        per_part.append((leaf, row_bytes, offset - bytes_before))
+        bytes_before += nbytes
+    leaf, row_bytes, shift = np.array(per_part, dtype=np.int64).T.repeat(counts, axis=1)
+    first = 0
+    for part, count in zip(parts, counts, strict=True):
+        if part.runs.leaves is not None:
+            leaf[first : first + count] = part.runs.leaves
+        first += count
+    rows = np.concatenate([part.runs.rows for part in parts])
+    row_stride = row_strides[leaf]
+    length = rows * row_bytes
+    table = np.zeros((len(leaf), 6), dtype=np.int64)
+    table[:, LEAF] = leaf
+    table[:, SOURCE] = np.concatenate([part.runs.starts for part in parts]) * row_stride
+    table[:, DESTINATION] = length.cumsum() - length + shift
+    table[:, LENGTH] = length
+    strided = row_stride != row_bytes
+    if strided.any():
+        strided &= rows != 1
+        table[:, ROW_BYTES] = row_bytes * strided
+        table[:, ROW_STRIDE] = row_stride * strided
+    return table
 
 
 def _align(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict, deque
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -24,49 +26,131 @@ def slab_class(nbytes: int) -> int:
     return max(SMALLEST_SLAB_BYTES, 1 << (max(nbytes, 1) - 1).bit_length())
 
 
+class _Watch(weakref.ref[memoryview]):
+    """Sees a lease die, and knows the slab behind it."""
+
+    __slots__ = ("slab",)
+    slab: HostSlab
+
+
+class Shelf:
+    """The slabs of one size class.
+
+    Attributes
+    ----------
+    capacity
+        Of each slab, in bytes.
+    most
+        How many there may be.
+    count
+        How many there are.
+    idle
+        Slabs that nobody holds. A copy may still be on its way into them.
+    returned
+        What saw the lease of further such slabs die. Appended to by whichever thread drops the last view, perhaps in
+        the middle of anything: by a C function, so that no code of ours runs then, and never iterated over.
+    """
+
+    __slots__ = ("capacity", "count", "idle", "most", "returned")
+
+    def __init__(self, capacity: int, most: int) -> None:
+        self.capacity = capacity
+        self.most = most
+        self.count = 0
+        self.idle: deque[HostSlab] = deque()
+        self.returned: deque[_Watch] = deque()
+
+    def take(self) -> HostSlab | None:
+        """A slab that neither a view nor a copy uses, if there is one."""
+        returned, idle = self.returned, self.idle
+        while returned:
+            slab = returned.popleft().slab
+            flight = slab.flight
+            if flight is None or flight.done or flight.is_done():
+                return slab
+            idle.append(slab)
+        for _ in range(len(idle)):
+            slab = idle.popleft()
+            if slab.is_idle():
+                return slab
+            idle.append(slab)
+        return None
+
+    def collect(self) -> None:
+        """Bring the returned slabs to the others that nobody holds."""
+        while self.returned:
+            self.idle.append(self.returned.popleft().slab)
+
+    def unheld(self) -> int:
+        """How many slabs nobody holds."""
+        return len(self.idle) + len(self.returned)
+
+    def is_crowded(self) -> bool:
+        """Whether views should be copied out of the next slabs.
+
+        So it is once half of the slabs are out; of large ones, whose allocation would hold a step up for
+        milliseconds, as soon as none is left for the next pack.
+        """
+        unheld = self.unheld()
+        if self.capacity >= LARGE_SLAB_BYTES and unheld == 0 and self.count > 1:
+            return True
+        return 2 * (self.count - unheld) > self.most
+
+
 class HostSlab:
     """One pinned buffer.
 
     Attributes
     ----------
-    array
-        All of it, ``[capacity] uint8``.
+    array, view
+        All of it, ``[capacity] uint8``; the view is cut, and read by `torch.frombuffer`, with less ado than the array.
     address, capacity
         In bytes.
+    shelf
+        Where it belongs.
     events
         For the flights into this slab; None until the first.
     flight
         The last pack whose copy uses this memory; until it is done the memory must not be touched or freed.
     """
 
-    __slots__ = ("_owner", "_watch", "address", "array", "capacity", "events", "flight")
+    __slots__ = ("_watch", "address", "array", "capacity", "events", "flight", "shelf", "view")
 
-    def __init__(self, capacity: int, owner: HostPool, *, pin: bool) -> None:
+    def __init__(self, shelf: Shelf, *, pin: bool) -> None:
         self.flight: Flight | None = None
         _free_landed_orphans()
-        tensor = torch.empty(capacity, dtype=torch.uint8, pin_memory=pin)
+        self.shelf = shelf
+        self.capacity = shelf.capacity
+        tensor = torch.empty(self.capacity, dtype=torch.uint8, pin_memory=pin)
         self.array: ByteArray = tensor.numpy()  # keeps the tensor alive
         self.address = tensor.data_ptr()
-        self.capacity = capacity
         self.events: Events | None = None
-        self._owner = owner
-        self._watch: weakref.ref[ByteArray] | None = None
+        self.view = self.array.data
+        self._watch: weakref.ref[memoryview] | None = None
 
-    def lease(self, nbytes: int) -> ByteArray:
-        """The first `nbytes` as an array; the slab returns to its pool when that array dies.
+    def lease(self, nbytes: int) -> memoryview:
+        """The first `nbytes`; the slab returns to its shelf when this memoryview dies.
 
-        Tensors made with `torch.frombuffer` hold the array, so the slab outlives every view into it.
+        Tensors made with `torch.frombuffer` hold it, so the slab outlives every view into it.
         """
-        lease = self.array[:nbytes]
-        self._watch = weakref.ref(lease, self._on_death)
+        lease = self.view[:nbytes]
+        self._watch = watch = _Watch(lease, self.shelf.returned.append)
+        watch.slab = self
         return lease
 
-    def _on_death(self, _: object) -> None:
-        self._owner.give_back(self)
+    def call_on_death(self, forget: Callable[[HostSlab], None]) -> None:
+        """Have `forget` called with this slab when its lease dies, instead of returning to the shelf."""
+        lease = self._watch() if self._watch is not None else None
+        if lease is not None:  # else it is on the shelf already
+            self._watch = weakref.ref(lease, lambda _: forget(self))
+
+    def unwatch(self) -> None:
+        """Forget the lease, which knows this slab in turn: the memory then goes without the garbage collector."""
+        self._watch = None
 
     def crowded(self) -> bool:
         """Whether so many slabs of this size are out that views should be copied out of this one."""
-        return self._owner.is_crowded(self.capacity)
+        return self.shelf.is_crowded()
 
     def is_idle(self) -> bool:
         """Whether no copy uses the memory any more."""
@@ -95,6 +179,9 @@ def _free_landed_orphans() -> None:
 class HostPool:
     """Pinned slabs by size class, within a byte budget.
 
+    Once the system has refused memory, it is not asked again for that much or more, since asking takes milliseconds:
+    not before pinned memory was given up here, or `RETRY_AFTER` such requests were turned down.
+
     Parameters
     ----------
     budget_bytes
@@ -106,129 +193,131 @@ class HostPool:
         False for ordinary memory: the pool of a packer without a GPU.
     """
 
+    RETRY_AFTER = 1000
+
     def __init__(self, budget_bytes: int, slabs_per_class: int = 8, *, pin: bool = True) -> None:
         self.budget_bytes = budget_bytes
         self.slabs_per_class = slabs_per_class
         self.pinned_bytes = 0
         self.peak_bytes = 0
         self.allocations = 0
-        self.refusal: str | None = None  # set once the system has refused pinned memory
         self.pin = pin
-        self._free: defaultdict[int, deque[HostSlab]] = defaultdict(deque)
-        self._count: defaultdict[int, int] = defaultdict(int)
+        self._refusal: _Refusal | None = None
+        self._shelves: dict[int, Shelf] = {}
         self._slabs: set[HostSlab] = set()  # keeps slabs and their watches alive while views hold only the array
-        # Appended to by whichever thread drops the last view, perhaps in the middle of anything: never iterated over.
-        self._returned: defaultdict[int, deque[HostSlab]] = defaultdict(deque)
-        self._closed = False
 
-    def give_back(self, slab: HostSlab) -> None:
-        """Return a slab; safe from any thread, also inside a destructor."""
-        if self._closed:  # every copy was waited for
-            self._forget(slab)
-        else:
-            self._returned[slab.capacity].append(slab)
+    @property
+    def refusal(self) -> str | None:
+        """What the system said when it last refused pinned memory, as long as that counts."""
+        return self._refusal.message if self._refusal is not None else None
+
+    def shelf(self, nbytes: int) -> Shelf:
+        """Where the slabs for so many bytes stand."""
+        capacity = slab_class(nbytes)
+        shelf = self._shelves.get(capacity)
+        if shelf is None:
+            shelf = self._shelves[capacity] = Shelf(capacity, self.slabs_per_class)
+        return shelf
 
     def acquire(self, nbytes: int) -> HostSlab | None:
         """An idle slab of at least `nbytes`, or None where the budget or the system refuses one."""
-        size = slab_class(nbytes)
-        free = self._free[size]
-        if self._returned[size]:
-            self._collect(size)
-        for _ in range(len(free)):
-            slab = free.popleft()
-            if slab.is_idle():
-                return slab
-            free.append(slab)
-        return self._grow(size)
+        shelf = self.shelf(nbytes)
+        return shelf.take() or self._grow(shelf)
+
+    def give_back(self, slab: HostSlab) -> None:
+        """Return a slab that was not leased."""
+        slab.shelf.idle.append(slab)
 
     def reserve(self, nbytes: int, slabs: int) -> None:
         """Allocate ahead, so that later no `acquire` has to."""
-        size = slab_class(nbytes)
-        self._collect(size)
-        while self._count[size] < slabs:
-            slab = self._grow(size)
+        shelf = self.shelf(nbytes)
+        while shelf.count < slabs:
+            slab = self._grow(shelf)
             if slab is None:
                 return
-            self._free[size].append(slab)
-
-    def is_crowded(self, capacity: int) -> bool:
-        """Whether views should be copied out of the next slabs of this capacity.
-
-        So it is once half of the slabs are out; of large ones, whose allocation would hold a step up for
-        milliseconds, as soon as none is left for the next pack.
-        """
-        idle = len(self._free[capacity]) + len(self._returned[capacity])
-        if capacity >= LARGE_SLAB_BYTES and idle == 0 and self._count[capacity] > 1:
-            return True
-        return 2 * (self._count[capacity] - idle) > self.slabs_per_class
+            shelf.idle.append(slab)
 
     @property
     def in_use(self) -> int:
         """Slabs that a snapshot or a view holds."""
-        idle = sum(map(len, (*self._free.values(), *self._returned.values())))
-        return sum(tuple(self._count.values())) - idle
+        return sum(shelf.count - shelf.unheld() for shelf in tuple(self._shelves.values()))
 
     def close(self) -> None:
         """Wait for the copies in flight and drop idle slabs; slabs that views hold go when the views do."""
-        for slab in self._slabs:
+        for slab in tuple(self._slabs):
             if slab.flight is not None:
                 slab.flight.wait()
-        self._closed = True
-        for size in tuple(self._returned):
-            self._collect(size)
-        for free in self._free.values():
-            for slab in free:
-                self._forget(slab)
-            free.clear()
+            slab.call_on_death(self._forget)
+        for shelf in self._shelves.values():
+            shelf.collect()
+            while shelf.idle:
+                self._forget(shelf.idle.popleft())
 
-    def _collect(self, size: int) -> None:
-        returned, free = self._returned[size], self._free[size]
-        while returned:
-            free.append(returned.popleft())  # only here, under the packer's lock
-
-    def _grow(self, size: int) -> HostSlab | None:
-        if self._count[size] >= self.slabs_per_class:
+    def _grow(self, shelf: Shelf) -> HostSlab | None:
+        size = shelf.capacity
+        if shelf.count >= shelf.most or self._is_refused(size):
             return None
-        if self.pinned_bytes + size > self.budget_bytes and not self._trim(size):
+        if self.pinned_bytes + size > self.budget_bytes and not self._trim(shelf):
             return None
         try:
-            slab = HostSlab(size, self, pin=self.pin)
+            slab = HostSlab(shelf, pin=self.pin)
         except RuntimeError as error:  # locked-memory limits of the system or the container
-            self.refusal = str(error).splitlines()[0]
+            self._refusal = _Refusal(size, str(error).splitlines()[0], self.RETRY_AFTER)
             return None
+        if self._refusal is not None and size >= self._refusal.size_bytes:
+            self._refusal = None
         self._slabs.add(slab)
-        self._count[size] += 1
+        shelf.count += 1
         self.allocations += 1
         self.pinned_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.pinned_bytes)
         return slab
 
-    def _trim(self, size: int) -> bool:
-        """Drop idle slabs of other sizes until `size` more bytes fit; whether they do."""
-        for other in tuple(self._returned):
-            self._collect(other)
-        others = [free for other, free in sorted(self._free.items()) if other != size]
-        idle_bytes = sum(slab.capacity for free in others for slab in free if slab.is_idle())
-        if self.pinned_bytes - idle_bytes + size > self.budget_bytes:
+    def _is_refused(self, size: int) -> bool:
+        """Whether the system's last refusal still stands for slabs of this size."""
+        refusal = self._refusal
+        if refusal is None or size < refusal.size_bytes:
+            return False
+        refusal.requests_left -= 1
+        return refusal.requests_left >= 0
+
+    def _trim(self, shelf: Shelf) -> bool:
+        """Drop idle slabs of other sizes until there is room for one more of this; whether there is."""
+        others = [other for _, other in sorted(self._shelves.items()) if other is not shelf]
+        for other in others:
+            other.collect()
+        idle_bytes = sum(slab.capacity for other in others for slab in other.idle if slab.is_idle())
+        if self.pinned_bytes - idle_bytes + shelf.capacity > self.budget_bytes:
             return False  # dropping all of them would only make later packs pin memory again
-        for free in others:
-            for _ in range(len(free)):
-                if self.pinned_bytes + size <= self.budget_bytes:
+        for other in others:
+            for _ in range(len(other.idle)):
+                if self.pinned_bytes + shelf.capacity <= self.budget_bytes:
                     break
-                slab = free.popleft()
+                slab = other.idle.popleft()
                 if slab.is_idle():
                     self._forget(slab)
                     del slab  # torch has its memory back before it is asked to release what it caches
                 else:
-                    free.append(slab)
+                    other.idle.append(slab)
         if self.pin:
             _release_cached_pinned_memory()
         return True
 
     def _forget(self, slab: HostSlab) -> None:
         self._slabs.discard(slab)
-        self._count[slab.capacity] -= 1
+        slab.unwatch()
+        slab.shelf.count -= 1
         self.pinned_bytes -= slab.capacity
+        self._refusal = None
+
+
+@dataclass(slots=True)
+class _Refusal:
+    """The system would not pin `size_bytes`; `requests_left` more are turned down without asking it."""
+
+    size_bytes: int
+    message: str
+    requests_left: int
 
 
 def _release_cached_pinned_memory() -> None:

@@ -13,20 +13,28 @@ class DeviceSlab:
     Attributes
     ----------
     tensor
-        ``[capacity] uint8``.
+        ``[capacity] uint8``, zeros at first: the copy to the host takes along the gaps between columns.
     address, capacity
-        In bytes.
+        In bytes. A slab that has left its ring has no capacity.
     flight
         The last pack that goes through it.
+    turn
+        Grows from use to use, over all slabs.
     """
 
-    __slots__ = ("address", "capacity", "flight", "tensor")
+    __slots__ = ("address", "capacity", "flight", "tensor", "turn")
 
     def __init__(self, capacity: int, runtime: TorchRuntime) -> None:
-        self.tensor = runtime.empty(capacity)
+        self.tensor = runtime.zeros(capacity)
         self.address = self.tensor.data_ptr()
         self.capacity = capacity
         self.flight: Flight | None = None
+        self.turn = 0
+
+    def retire(self) -> None:
+        """Let the memory go, whoever still knows the slab; torch frees it once the copies are over."""
+        del self.tensor
+        self.address = self.capacity = 0
 
 
 class DeviceRing:
@@ -40,29 +48,19 @@ class DeviceRing:
         self._runtime = runtime
         self._max_slabs = max_slabs
         self._budget_bytes = budget_bytes
-        self._slabs: list[DeviceSlab] = []  # oldest use first
+        self._slabs: list[DeviceSlab] = []
+        self._latest: DeviceSlab | None = None
         self.nbytes = 0
         self.allocations = 0
         self.stream_waits = 0
 
     def acquire(self, nbytes: int, stream: int) -> DeviceSlab:
         """A slab that work on `stream` may write from now on. May raise torch's out-of-memory error."""
-        oldest: DeviceSlab | None = None
-        for slab in self._slabs:
-            if slab.capacity < nbytes:
-                continue
-            flight = slab.flight
-            if flight is None or flight.done or flight.is_done():
-                return self._to_end(slab)
-            oldest = oldest or slab
-        size = slab_class(nbytes)
-        room = len(self._slabs) < self._max_slabs and self.nbytes + size <= self._budget_bytes
-        if oldest is None or room:
-            return self._allocate(size)
-        assert oldest.flight is not None
-        self._runtime.stream_wait(stream, oldest.flight.landed)
-        self.stream_waits += 1
-        return self._to_end(oldest)
+        latest = self._latest
+        if latest is not None and latest.capacity >= nbytes and latest.flight is not None and latest.flight.done:
+            return latest
+        latest = self._latest = self._choose(nbytes, stream)
+        return latest
 
     def reserve(self, nbytes: int, slabs: int) -> None:
         """Allocate ahead, so that later no `acquire` has to."""
@@ -70,27 +68,40 @@ class DeviceRing:
         while sum(slab.capacity >= size for slab in self._slabs) < min(slabs, self._max_slabs):
             self._allocate(size)
 
-    def detach(self, slab: DeviceSlab) -> None:
-        """Take a slab out of the ring: its bytes stay until its owner drops it."""
-        self._slabs.remove(slab)
-        self.nbytes -= slab.capacity
-
     def close(self) -> None:
-        """Drop every slab; torch frees their memory once the copies are over."""
+        """Drop every slab."""
+        for slab in self._slabs:
+            slab.retire()
         self._slabs.clear()
+        self._latest = None
         self.nbytes = 0
 
-    def _to_end(self, slab: DeviceSlab) -> DeviceSlab:
-        if slab is not self._slabs[-1]:
-            self._slabs.remove(slab)
-            self._slabs.append(slab)
-        return slab
+    def _choose(self, nbytes: int, stream: int) -> DeviceSlab:
+        oldest: DeviceSlab | None = None
+        for slab in self._slabs:
+            if slab.capacity < nbytes:
+                continue
+            if slab.flight is None or slab.flight.is_done():
+                return slab
+            if oldest is None or slab.turn < oldest.turn:
+                oldest = slab
+        size = slab_class(nbytes)
+        room = len(self._slabs) < self._max_slabs and self.nbytes + size <= self._budget_bytes
+        if oldest is None or room:
+            return self._allocate(size)
+        assert oldest.flight is not None
+        self._runtime.stream_wait(stream, oldest.flight.landed)
+        self.stream_waits += 1
+        return oldest
 
     def _allocate(self, size: int) -> DeviceSlab:
         """A new slab; at the limit it takes the place of the smallest, which is too small for this pack."""
         slab = DeviceSlab(size, self._runtime)
         if len(self._slabs) >= self._max_slabs:
-            self.detach(min(self._slabs, key=lambda old: old.capacity))
+            smallest = min(self._slabs, key=lambda old: old.capacity)
+            self._slabs.remove(smallest)
+            self.nbytes -= smallest.capacity
+            smallest.retire()
         self._slabs.append(slab)
         self.nbytes += size
         self.allocations += 1

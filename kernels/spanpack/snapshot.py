@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,11 +17,35 @@ from .plan import Plan
 if TYPE_CHECKING:
     from .flight import Flight
     from .gather import OpaqueCopy
-    from .pool import ByteArray, HostSlab
+    from .late import LateCopy
+    from .pool import HostSlab
 
 # torch's stubs know these two only in the form that fills given tensors.
 _split_copy: Callable[..., Sequence[Tensor]] = torch.split_with_sizes_copy  # type: ignore[assignment]
 _unbind_copy: Callable[..., Sequence[Tensor]] = torch.unbind_copy  # type: ignore[assignment]
+
+_NOTHING: Mapping[int, Tensor] = MappingProxyType({})
+
+
+class Rest:
+    """What is not in the slab when a snapshot is made: fetched by whoever waits for it first.
+
+    Attributes
+    ----------
+    late
+        The device part of a pack without a pinned slab.
+    opaque
+        Copies of the leaves that are moved as objects, by leaf.
+    lock
+        Held while it is fetched or given up.
+    """
+
+    __slots__ = ("late", "lock", "opaque")
+
+    def __init__(self, late: LateCopy | None, opaque: dict[int, OpaqueCopy]) -> None:
+        self.late = late
+        self.opaque = opaque
+        self.lock = threading.Lock()
 
 
 class Snapshot:
@@ -29,39 +55,25 @@ class Snapshot:
     use by a copy are not touched before the copy is over.
     """
 
-    __slots__ = (
-        "_copies",
-        "_copy_out",
-        "_finish",
-        "_flight",
-        "_landed",
-        "_lease",
-        "_lock",
-        "_opaque",
-        "_plan",
-        "_slab",
-    )
+    __slots__ = ("_copy_out", "_flight", "_landed", "_lease", "_opaque", "_plan", "_rest", "_slab")
 
     def __init__(
         self,
         plan: Plan,
-        lease: ByteArray | None,
-        *,
+        lease: memoryview | None,
         flight: Flight | None = None,
         slab: HostSlab | None = None,
-        finish: Callable[[], ByteArray] | None = None,
-        opaque: dict[int, OpaqueCopy] | None = None,
+        rest: Rest | None = None,
     ) -> None:
+        # One is made per step, on the decode thread: no lock and no dict unless there is something left to fetch.
         self._plan = plan
-        self._lease = lease  # [slab_bytes] uint8; every view holds it, and with it the slab
+        self._lease = lease  # [slab_bytes]; every view holds it, and with it the slab
         self._flight = flight
         self._slab = slab
-        self._finish = finish  # copies what was left on the device; returns the lease
-        self._copies = opaque or {}
-        self._opaque: dict[int, Tensor] = {}  # the same, once they are on the host
-        self._landed = flight is None and finish is None and not opaque
+        self._rest = rest
+        self._opaque: Mapping[int, Tensor] = _NOTHING  # leaves that were moved as objects, once they are on the host
+        self._landed = flight is None and rest is None
         self._copy_out = False
-        self._lock = threading.Lock()
 
     @property
     def plan(self) -> Plan:
@@ -72,26 +84,31 @@ class Snapshot:
         """Whether the device is done: `wait` then returns at once, or after one copy where a slower path was taken."""
         if self._landed:
             return True
+        rest = self._rest
         flown = self._flight is None or self._flight.is_done()
-        return flown and all(copy.is_done() for copy in self._copies.values())
+        return flown and (rest is None or all(copy.is_done() for copy in rest.opaque.values()))
 
     def wait(self) -> None:
         """Sleep until the bytes are on the host. Further calls return at once."""
         if self._landed:
             return
-        with self._lock:
-            if self._landed:
-                return
-            if self._flight is not None:
-                self._flight.wait()
-            if self._finish is not None:
-                self._lease = self._finish()
-                self._finish = None
-            self._opaque = {leaf: copy.fetch() for leaf, copy in self._copies.items()}
-            self._copies = {}
-            if self._slab is not None:
-                self._copy_out = self._slab.crowded()
-            self._landed = True
+        if self._flight is not None:
+            self._flight.wait()
+        rest = self._rest
+        if rest is not None:
+            self._fetch(rest)
+        if self._slab is not None:
+            self._copy_out = self._slab.crowded()
+        self._landed = True
+
+    def _fetch(self, rest: Rest) -> None:
+        with rest.lock:
+            if self._rest is None:
+                return  # another thread has fetched it, or released the snapshot
+            if rest.late is not None:
+                self._lease = rest.late.fetch()
+            self._opaque = {leaf: copy.fetch() for leaf, copy in rest.opaque.items()}
+            self._rest = None
 
     def column(self, index: int) -> Tensor:
         """One column as a tensor on the host; waits for the bytes.
@@ -159,14 +176,13 @@ class Snapshot:
 
     def release(self) -> None:
         """Give up the snapshot's own hold on its slab; views that exist stay valid and keep it."""
-        with self._lock:
-            self._lease = None
-            self._finish = None
-            self._copies = {}
-            self._opaque = {}
+        rest = self._rest
+        with nullcontext() if rest is None else rest.lock:
+            self._lease = self._rest = None
+            self._opaque = _NOTHING
             self._landed = True
 
-    def _bytes(self) -> ByteArray:
+    def _bytes(self) -> memoryview:
         lease = self._lease
         if lease is None:
             raise ClosedError("this snapshot was released; read its columns before calling release()")

@@ -26,7 +26,7 @@ class Stats:
     pinned_bytes, pinned_peak_bytes, pinned_allocations
         Pinned memory of the pool now and at most, and how often it was allocated.
     device_bytes, device_allocations
-        Memory of the device slabs, and how often it was allocated.
+        Memory of the device slabs and of late packs, see `Packer`; how often device slabs were allocated.
     slabs_in_use
         Pinned slabs that a snapshot or a view holds.
     stream_waits

@@ -25,31 +25,46 @@ def make_tiles(segments: Int64Array, tile_bytes: int) -> Int64Array:
     ndarray
         ``[num_tiles, 6] int64``, in the columns of `Plan.segments`.
     """
-    row_bytes, row_stride = segments[:, ROW_BYTES], segments[:, ROW_STRIDE]
-    strided = row_bytes > 0
-    if (row_bytes > tile_bytes).any():  # rows longer than a tile become segments of their own
-        long = row_bytes > tile_bytes
+    row_bytes = segments[:, ROW_BYTES]
+    if not row_bytes.any():
+        return _cut(segments, tile_bytes, tile_bytes)
+    long = row_bytes > tile_bytes
+    if long.any():  # rows longer than a tile become segments of their own
         segments = np.concatenate([segments[~long], _one_per_row(segments[long])])
-        row_bytes, row_stride = segments[:, ROW_BYTES], segments[:, ROW_STRIDE]
-        strided = row_bytes > 0
-    rows_per_tile = np.maximum(tile_bytes // np.maximum(row_bytes, 1), 1)
-    step = np.where(strided, rows_per_tile * row_bytes, tile_bytes)
-    source_step = np.where(strided, rows_per_tile * row_stride, tile_bytes)
+        row_bytes = segments[:, ROW_BYTES]
+    strided = row_bytes > 0
+    rows_per_tile = tile_bytes // np.maximum(row_bytes, 1)
+    return _cut(
+        segments,
+        np.where(strided, rows_per_tile * row_bytes, tile_bytes),
+        np.where(strided, rows_per_tile * segments[:, ROW_STRIDE], tile_bytes),
+    )
+
+
+def _cut(segments: Int64Array, step: int | Int64Array, source_step: int | Int64Array) -> Int64Array:
+    """Cut segments into tiles of `step` bytes, which begin `source_step` bytes after each other in the leaf."""
     counts = -(-segments[:, LENGTH] // step)
-    owner = np.repeat(np.arange(len(segments)), counts)
-    nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    tiles = segments[owner]
-    tiles[:, SOURCE] += nth * source_step[owner]
-    tiles[:, DESTINATION] += nth * step[owner]
-    tiles[:, LENGTH] = np.minimum(step[owner], tiles[:, LENGTH] - nth * step[owner])
+    ends = counts.cumsum()
+    if not len(ends) or ends[-1] == len(ends):  # one tile each
+        return segments.copy()
+    rest = segments[:, LENGTH] - (counts - 1) * step
+    if not isinstance(step, int):
+        step = step.repeat(counts)
+    if not isinstance(source_step, int):
+        source_step = source_step.repeat(counts)
+    tiles = segments.repeat(counts, axis=0)
+    nth = np.arange(len(tiles)) - (ends - counts).repeat(counts)
+    tiles[:, SOURCE] += nth * source_step
+    tiles[:, DESTINATION] += nth * step
+    tiles[:, LENGTH] = step
+    tiles[ends - 1, LENGTH] = rest
     return tiles
 
 
 def _one_per_row(segments: Int64Array) -> Int64Array:
     counts = segments[:, LENGTH] // segments[:, ROW_BYTES]
-    owner = np.repeat(np.arange(len(segments)), counts)
-    nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    rows = segments[owner]
+    rows = segments.repeat(counts, axis=0)
+    nth = np.arange(len(rows)) - (counts.cumsum() - counts).repeat(counts)
     rows[:, SOURCE] += nth * rows[:, ROW_STRIDE]
     rows[:, DESTINATION] += nth * rows[:, ROW_BYTES]
     rows[:, LENGTH] = rows[:, ROW_BYTES]

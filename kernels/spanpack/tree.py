@@ -22,6 +22,7 @@ TreeSpec = tuple[Any, ...]  # flat, in walking order: LEAF, VALUE or (kind, *des
 
 LEAF: Final = "leaf"
 VALUE: Final = "value"
+_PLAIN_KEYS: Final = frozenset({str, int, bytes, type(None)})  # keys of these equal no other of these
 IMMUTABLE: Final = frozenset({str, bytes, int, float, bool, complex, type(None)})
 
 
@@ -53,7 +54,7 @@ def flatten(tree: Any) -> tuple[list[Tensor], TreeSpec, list[Any]]:
 def _walk(node: Any, leaves: list[Tensor], spec: list[Any], values: list[Any]) -> None:
     kind = type(node)
     if kind is dict:
-        spec.append((dict, tuple(node)))
+        spec.append(_describe_keys(dict, node))
         children: Any = node.values()
     elif kind is list or kind is tuple:
         kinds = set(map(type, node))
@@ -83,10 +84,22 @@ def _walk(node: Any, leaves: list[Tensor], spec: list[Any], values: list[Any]) -
             _walk(child, leaves, spec, values)
 
 
+def _describe_keys(kind: type, node: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """Head token of a mapping; with the kinds of its keys where keys of another kind might equal them."""
+    keys = tuple(node)
+    if _PLAIN_KEYS.issuperset(map(type, keys)):
+        return kind, keys
+    return kind, keys, tuple(map(_kind_of_key, keys))
+
+
+def _kind_of_key(key: Any) -> Any:
+    return (tuple, *map(_kind_of_key, key)) if type(key) is tuple else type(key)
+
+
 def _describe_other(node: Any) -> tuple[tuple[Any, ...], Sequence[Any]] | None:
     """Head token and children of the less common containers; None for a plain value."""
     if isinstance(node, Mapping):
-        return (Mapping, tuple(node)), list(node.values())
+        return _describe_keys(Mapping, node), list(node.values())
     if isinstance(node, tuple):
         return (type(node), len(node), getattr(node, "_fields", None)), node
     if isinstance(node, list):

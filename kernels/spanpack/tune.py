@@ -55,7 +55,7 @@ class Job:
     quick: bool = False
 
 
-def main(argv: Sequence[str] | None = None, *, read_trace: ReadTrace | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, read_trace: ReadTrace | None = None, prog: str = "tune") -> int:
     """Run the tuner from the command line.
 
     Parameters
@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None, *, read_trace: ReadTrace | None = No
     read_trace
         Reads a trace of a user's steps, given as a path, onto a device: one workload for each kind of step, the most
         frequent first. The format of traces is not this package's business. Raises OSError or ValueError.
+    prog
+        Name of the program in its usage.
 
     Returns
     -------
@@ -72,7 +74,7 @@ def main(argv: Sequence[str] | None = None, *, read_trace: ReadTrace | None = No
         Exit status: 0 done, 1 the default configuration does not work here, 2 no GPU, no Triton or wrong usage, 130
         ended by Ctrl-C, with the best so far written.
     """
-    args = _parser().parse_args(argv)
+    args = _parser(prog).parse_args(argv)
     try:
         device = _device(args.device)
         machine = _machine(device)
@@ -119,9 +121,9 @@ class _UsageError(Exception):
     """What was asked for can't be done here."""
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="tune",
+        prog=prog,
         description="Find the fastest launch configurations for this GPU. Ctrl-C keeps the best so far.",
         epilog=f"The packer loads the result where {USER_FILE_VARIABLE} names it.",
     )

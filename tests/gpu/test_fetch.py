@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spanpack import Fetcher
+from spanpack import Batch, Fetcher
 from spanpack import fetch as fetch_module
 from spanpack._runtime import TorchRuntime, load_runtime
 from tests.support.compare import assert_same
-from tests.support.gpu import hold_up
+from tests.support.gpu import MakePacker, copy_stream, hold_up
 
 
 @pytest.fixture(params=[load_runtime, TorchRuntime], ids=["native", "torch"])
@@ -30,6 +30,20 @@ def test_tokens_of_a_slow_producer_arrive_as_the_engine_would_copy_them(fetcher:
     for tokens, fetched in kept:
         fetched.landed.synchronize()
         assert_same(fetched.tensor, tokens.cpu())
+    fetcher.close()
+
+
+def test_tokens_do_not_wait_behind_a_payload(fetcher: Fetcher, make_packer: MakePacker) -> None:
+    packer = make_packer()
+    hidden, tokens = torch.ones(64, 16, device="cuda"), torch.arange(64, device="cuda")
+    torch.cuda.synchronize()
+    hold_up(100, copy_stream(packer))
+    payload = packer.pack({"hidden": hidden}, Batch(["a", "b"], [32, 32]))
+    fetched = fetcher.fetch(tokens)
+    assert fetched is not None
+    fetched.landed.synchronize()
+    assert not payload.done()
+    assert_same(fetched.tensor, tokens.cpu())
     fetcher.close()
 
 

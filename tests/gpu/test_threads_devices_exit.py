@@ -91,6 +91,12 @@ def test_a_leaf_on_the_second_gpu_is_named(any_packer: Packer, other_device: tor
         any_packer.pack(payload, BATCH)
 
 
+def test_a_stream_of_the_second_gpu_is_refused(any_packer: Packer, other_device: torch.device) -> None:
+    leaf = torch.arange(4, device="cuda")
+    with pytest.raises(DeviceError, match="but this packer serves"):
+        any_packer.pack({"x": leaf}, BATCH, stream=torch.cuda.Stream(other_device))
+
+
 def test_closing_waits_for_what_is_in_flight(any_packer: Packer) -> None:
     leaf = torch.zeros(4, 1000, device="cuda")
     hold_up(50)

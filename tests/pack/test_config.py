@@ -44,7 +44,6 @@ def tuned(**changes: Any) -> dict[str, Any]:
         "date": "2026-11-29",
         "complete": True,
         "direct_store_bytes": 65536,
-        "mapped_address_bytes": 0,
         "classes": {"small": entry()},
     }
     return {**document, **changes}
@@ -88,7 +87,7 @@ def test_without_files_the_defaults_count_and_one_line_says_so(caplog: pytest.Lo
     assert table == ConfigTable()
     assert table.configs == DEFAULT_CONFIGS
     assert table.choose(1 << 20, 3) == choose_config(1 << 20, 3)
-    assert table.direct_store_bytes == table.mapped_address_bytes == 0
+    assert table.direct_store_bytes == 0
     assert levels(caplog) == ["INFO"]
     assert GPU in caplog.text
 
@@ -107,14 +106,11 @@ def test_the_shipped_file_counts_for_its_gpu_only(tmp_path: Path, caplog: pytest
 
 def test_the_users_file_goes_over_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both = {"small": entry(), "large": entry(8192, 1)}
-    write(tmp_path / "shipped" / tuned_file_name(GPU), tuned(classes=both, mapped_address_bytes=4096))
-    own = write(
-        tmp_path / "own.json",
-        tuned(classes={"large": entry(65536, 8)}, direct_store_bytes=0, mapped_address_bytes=None),
-    )
+    write(tmp_path / "shipped" / tuned_file_name(GPU), tuned(classes=both))
+    own = write(tmp_path / "own.json", tuned(classes={"large": entry(65536, 8)}, direct_store_bytes=0))
     table = load_configs(GPU, own)
     assert table.by_class == {"small": LaunchConfig(2048, 1), "large": LaunchConfig(65536, 8)}
-    assert (table.direct_store_bytes, table.mapped_address_bytes) == (0, 4096)
+    assert table.direct_store_bytes == 0
     monkeypatch.setenv("SPANPACK_TUNED", str(own))
     assert load_configs(GPU) == table
     assert load_configs(GPU, tmp_path / "absent.json").by_class["large"] == LaunchConfig(8192, 1)
@@ -172,9 +168,16 @@ MALFORMED = {
     "time-is-nan": tuned(classes={"small": entry(alone_us=float("nan"))}),
     "no-gain": tuned(classes={"small": entry(gain=None)}),
     "negative-threshold": tuned(direct_store_bytes=-1),
-    "threshold-is-text": tuned(mapped_address_bytes="64K"),
+    "threshold-is-text": tuned(direct_store_bytes="64K"),
     "threshold-is-true": tuned(direct_store_bytes=True),
 }
+
+
+def test_what_the_packer_has_no_use_for_is_not_looked_at(tmp_path: Path) -> None:
+    """Such as a threshold that earlier files have."""
+    for value in (0, 4096, None, "64K"):
+        own = write(tmp_path / "own.json", tuned(mapped_address_bytes=value, rejected=[]))
+        assert load_configs(GPU, own).direct_store_bytes == 65536
 
 
 @pytest.mark.parametrize("document", MALFORMED.values(), ids=MALFORMED)
@@ -214,4 +217,3 @@ def test_shipped_files_are_right() -> None:
         assert path.name == tuned_file_name(shipped.gpu)
         assert set(shipped.classes) == {group.name for group in SIZE_CLASSES}, "tune it in full before shipping it"
         assert shipped.direct_store_bytes is not None
-        assert shipped.mapped_address_bytes is not None

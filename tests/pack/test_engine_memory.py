@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
+from queue import SimpleQueue
 from random import Random
 
 import pytest
 import torch
 
-from spanpack import ColumnSpec, make_plan, planner, pool
-from spanpack.plan import Route
+from spanpack import ClosedError, ColumnSpec, Snapshot, make_plan, pool
+from spanpack.late import MOST_WAITING
 from tests.support.compare import assert_same
 from tests.support.fake_device import SIDE
 from tests.support.rig import ROWS, WIDTH, Rig, numbers, rows, whole
@@ -88,7 +91,7 @@ def test_out_of_device_memory_copies_leaf_by_leaf(rig: Rig) -> None:
     leaf = numbers(4)
     snapshot = rig.pack(leaf)
     assert torch.equal(snapshot.column(0), leaf)
-    assert rig.fallbacks.counts() == {"device memory": 1}
+    assert rig.fallbacks.counts() == {"descriptors": 1, "device memory": 1}
 
 
 def test_an_error_in_the_gather_leaks_nothing(rig: Rig) -> None:
@@ -128,10 +131,10 @@ def test_refused_pinned_memory_means_pageable_memory_and_one_warning(
 
 def test_a_pageable_snapshot_can_be_dropped_before_its_kernel_ran(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rig.pool, "acquire", lambda nbytes: None)
-    rig.device.block(1)
-    rig.pack(numbers(1))
-    assert [buffer.numel() for buffer in rig.device.held] == [1 << 16]  # the device slab, until its stream is done
-    rig.device.unblock(1)
+    rig.device.block(2)
+    rig.pack(numbers(1), stream=2)
+    assert rig.device.allocated_on == [2, 2]  # descriptors and slab: freed in the order of the stream that writes them
+    rig.device.unblock(2)
     rig.device.run()
 
 
@@ -143,15 +146,14 @@ def test_a_slow_path_snapshot_is_done_without_being_waited_for(rig: Rig, monkeyp
     assert snapshot.done()
 
 
-def test_a_slab_whose_copy_is_under_way_is_neither_written_nor_freed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slab_whose_copy_is_under_way_is_neither_written_nor_freed(rig: Rig) -> None:
     """The host writes CPU leaves at once: into a slab of a dropped snapshot, an older copy would land over them."""
     leaf, on_host = numbers(1), torch.arange(ROWS * WIDTH, dtype=torch.int32)
-    route = planner._route
-    monkeypatch.setattr(planner, "_route", lambda t, kind: Route.HOST if t is on_host else route(t, kind))
     rig.device.block(SIDE)
     large = torch.cat([leaf, leaf])
     rig.pack(large)  # dropped at once
-    plan = make_plan([leaf, on_host], [ColumnSpec.whole(0, leaf), ColumnSpec.whole(1, on_host)])
+    columns = [ColumnSpec.whole(0, leaf), ColumnSpec.whole(1, on_host)]
+    plan = make_plan([leaf.to("meta"), on_host], columns)  # for a leaf on some device and one on the host
     snapshot = rig.engine.run(plan, [leaf, on_host])
     rig.device.unblock(SIDE)
     assert_same(snapshot.column(1), on_host)
@@ -173,13 +175,13 @@ def test_dropped_without_being_closed_memory_outlives_the_copies_that_use_it(rig
     rig.pool, rig.engine = Rig().pool, Rig().engine
     slabs.clear()
     gc.collect()
-    pool.HostSlab(1 << 16, rig.pool, pin=False)
+    pool.HostSlab(rig.pool.shelf(1), pin=False)
     assert len(memory) == 2
     assert all(array() is not None for array in memory)
     device.unblock(1)
     device.unblock(SIDE)
     device.run()
-    pool.HostSlab(1 << 16, rig.pool, pin=False)  # making a slab lets go of what has landed
+    pool.HostSlab(rig.pool.shelf(1), pin=False)  # making a slab lets go of what has landed
     assert all(array() is None for array in memory)
 
 
@@ -224,6 +226,88 @@ def test_slabs_exhausted_by_kept_snapshots_fall_back_and_recover() -> None:
     kept.clear()
     rig.pack(leaf, plan).wait()
     assert rig.fallbacks.counts() == {"pinned memory": 4}
+
+
+class TestLatePacks:
+    """Packs without a pinned slab: bounded on the device, and never lost."""
+
+    @pytest.fixture
+    def rig(self) -> Rig:
+        return Rig(budget_bytes=0)
+
+    def test_more_than_the_bound_bring_the_oldest_home_at_once(
+        self, rig: Rig, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        leaf = numbers(0)
+        plan = whole(leaf)
+        snapshots = []
+        for step in range(MOST_WAITING + 3):
+            rig.device.enqueue(lambda step=step: leaf.copy_(numbers(step)))
+            snapshots.append(rig.pack(leaf, plan))
+            assert rig.device.host_waits == max(0, step + 1 - MOST_WAITING)
+            assert rig.engine.late.device_bytes == leaf.nbytes * min(step + 1, MOST_WAITING)
+        for step, snapshot in enumerate(snapshots):
+            assert_same(snapshot.column(0), numbers(step))
+        assert rig.engine.late.device_bytes == 0
+        assert rig.fallbacks.counts() == {"pinned memory": MOST_WAITING + 3, "late packs": 3}
+        assert sum("copying the oldest at once" in record.message for record in caplog.records) == 1
+
+    def test_dropped_released_and_waited_for_snapshots_do_not_count(self, rig: Rig) -> None:
+        leaf = numbers(1)
+        plan = whole(leaf)
+        for _ in range(MOST_WAITING):
+            rig.pack(leaf, plan)  # dropped at once
+        waited_for = [rig.pack(leaf, plan) for _ in range(MOST_WAITING - 1)]
+        for snapshot in waited_for:
+            snapshot.wait()
+        released = [rig.pack(leaf, plan) for _ in range(MOST_WAITING - 1)]
+        for snapshot in released:
+            snapshot.release()
+        kept = [rig.pack(leaf, plan) for _ in range(MOST_WAITING)]
+        assert "late packs" not in rig.fallbacks.counts()
+        for snapshot in kept:
+            assert_same(snapshot.column(0), leaf)
+
+    def test_waiting_in_other_threads_meanwhile(self, rig: Rig) -> None:
+        leaf = torch.arange(50_000, dtype=torch.int32)
+        plan = whole(leaf)
+        queue: SimpleQueue[tuple[int, Snapshot] | None] = SimpleQueue()
+        wrong: list[int] = []
+
+        def wait() -> None:
+            while (item := queue.get()) is not None:
+                step, snapshot = item
+                if snapshot.column(0)[0] != step:
+                    wrong.append(step)
+
+        threads = [threading.Thread(target=wait) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for step in range(300):
+            rig.device.enqueue(lambda step=step: leaf.fill_(step))
+            snapshot = rig.pack(leaf, plan)
+            for _ in range(1 + step % 2):  # some are waited for twice
+                queue.put((step, snapshot))
+            assert rig.engine.late.device_bytes <= MOST_WAITING * plan.device_bytes
+        for _ in threads:
+            queue.put(None)
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+
+    def test_released_while_others_wait_it_stays_released(self, rig: Rig) -> None:
+        snapshot = rig.pack(numbers(1))
+        assert snapshot._rest is not None
+        threads = [threading.Thread(target=call) for call in (snapshot.release, snapshot.wait, snapshot.wait)]
+        with snapshot._rest.lock:
+            for thread in threads:
+                thread.start()
+                time.sleep(0.02)  # one after the other, they come to the lock
+        for thread in threads:
+            thread.join(timeout=30)
+            assert not thread.is_alive()
+        with pytest.raises(ClosedError):
+            snapshot.column(0)
 
 
 def test_1_000_packs_of_random_sizes_stay_within_the_budget() -> None:

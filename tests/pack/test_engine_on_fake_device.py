@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 
-from spanpack import ColumnSpec, LeafError, cuda, gather, make_plan, planner
+from spanpack import ColumnSpec, LeafError, cuda, gather, make_plan
 from spanpack.config import ConfigTable
-from spanpack.plan import Route
+from tests.support import fake_device
 from tests.support.compare import assert_same
 from tests.support.fake_device import SIDE
 from tests.support.rig import Rig, numbers, rows, whole
@@ -117,7 +117,8 @@ def test_one_plan_on_two_streams_orders_its_descriptors(rig: Rig) -> None:
     assert len(rig.device.held) == 1  # the descriptors' memory, used on a stream that it was not allocated on
 
 
-def test_streams_in_turn_keep_their_steps_apart(rig: Rig) -> None:
+def test_streams_in_turn_keep_their_steps_apart() -> None:
+    rig = Rig(slabs_per_class=32)
     leaves = [numbers(0), numbers(0)]
     plan = whole(leaves[0])
     snapshots = []
@@ -159,11 +160,10 @@ def test_leaves_that_can_not_be_moved_as_bytes_come_along(rig: Rig) -> None:
     assert rig.device.launches == 1
 
 
-def test_leaves_on_the_host_are_copied_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaves_on_the_host_are_copied_at_once(rig: Rig) -> None:
     leaf, on_host = numbers(1), torch.arange(7)
-    route = planner._route
-    monkeypatch.setattr(planner, "_route", lambda t, kind: Route.HOST if t is on_host else route(t, kind))
-    plan = make_plan([on_host, leaf], [ColumnSpec.whole(0, on_host, copies=2), ColumnSpec.whole(1, leaf)])
+    columns = [ColumnSpec.whole(0, on_host, copies=2), ColumnSpec.whole(1, leaf)]
+    plan = make_plan([on_host, leaf.to("meta")], columns)  # for a leaf on the host and one on some device
     rig.device.block(rig.device.stream)
     snapshot = rig.engine.run(plan, [on_host, leaf])
     on_host.zero_()
@@ -272,6 +272,85 @@ def test_without_a_kernel_nothing_is_stored_directly() -> None:
     assert (engine.direct_stores, engine.copies) == (0, 1)
 
 
+class TestWarmingUp:
+    """What serving meets is met before, and what does not work is given up with one warning."""
+
+    CONFIGS = ConfigTable(direct_store_bytes=1 << 20)
+
+    def test_every_configuration_is_launched_and_brought_home_and_one_stored_directly(self) -> None:
+        rig = Rig(configs=self.CONFIGS)
+        rig.engine.warmup()
+        assert rig.launcher.configs == set(self.CONFIGS.configs)
+        assert rig.device.copies == len(self.CONFIGS.configs)
+        assert rig.device.launches == len(self.CONFIGS.configs) + 1
+        assert (rig.engine.launches, rig.engine.copies, rig.pool.in_use) == (0, 0, 0)
+        assert rig.fallbacks.counts() == {}
+
+    def test_wrong_bytes_give_the_kernel_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rig = Rig(configs=self.CONFIGS)
+        monkeypatch.setattr(fake_device, "_gather", lambda *_: None)
+        rig.engine.warmup()
+        assert rig.engine.launcher is None
+        assert rig.engine.configs.direct_store_bytes == 0
+        assert rig.fallbacks.counts() == {"triton failed": 1}
+
+    def test_a_direct_store_that_stores_nothing_is_turned_off_and_the_kernel_kept(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        rig = Rig(configs=self.CONFIGS)
+        gather_tiles = fake_device._gather
+
+        def into_device_memory_only(count: int, tiles: int, addresses: int, slab: int, tile_bytes: int) -> None:
+            if all(slab != host.address for host in rig.pool._slabs):
+                gather_tiles(count, tiles, addresses, slab, tile_bytes)
+
+        monkeypatch.setattr(fake_device, "_gather", into_device_memory_only)
+        rig.engine.warmup()
+        assert rig.fallbacks.counts() == {"direct store failed": 1}
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        leaf = numbers(3)
+        assert_same(rig.pack(leaf).column(0), leaf)
+        assert (rig.engine.launches, rig.engine.copies, rig.engine.direct_stores) == (1, 1, 0)
+
+    def test_without_pinned_memory_the_kernel_is_checked_all_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rig = Rig(budget_bytes=0, configs=self.CONFIGS)
+        rig.engine.warmup()
+        assert rig.fallbacks.counts() == {}
+        assert rig.device.launches == len(self.CONFIGS.configs)
+        monkeypatch.setattr(fake_device, "_gather", lambda *_: None)
+        rig.engine.warmup()
+        assert rig.fallbacks.counts() == {"triton failed": 1}
+
+
+def test_gaps_between_columns_reach_the_host_as_zeros(rig: Rig) -> None:
+    """Never what some other program left in the device's memory; the fake device fills new memory with a pattern."""
+    leaves = [torch.full((3,), 7, dtype=torch.uint8), torch.full((5,), 7, dtype=torch.uint8)]
+    plan = make_plan(leaves, [ColumnSpec.whole(i, leaf) for i, leaf in enumerate(leaves)])
+    for stream in (1, 2):
+        rig.device.block(stream)
+        rig.device.stream = stream
+        snapshot = rig.engine.run(plan, leaves)
+        rig.device.unblock(stream)
+        snapshot.wait()
+        found = torch.frombuffer(snapshot._bytes(), dtype=torch.uint8)
+        assert found.tolist() == [7] * 3 + [0] * 13 + [7] * 5 + [0] * 11
+
+
+def test_reserved_slabs_are_filled_before_another_stream_may_use_them(rig: Rig) -> None:
+    leaf = numbers(1)
+    rig.device.enqueue(lambda: None, 1)
+    rig.engine.reserve(leaf.nbytes, slabs=2)
+    rig.device.block(1)
+    rig.device.block(SIDE)
+    snapshot = rig.pack(leaf, stream=2)
+    rig.device.run()
+    rig.device.unblock(1)  # whatever was left there comes between the gather and the copy
+    rig.device.run()
+    rig.device.unblock(SIDE)
+    assert_same(snapshot.column(0), leaf)
+    assert rig.engine.ring.allocations == 2
+
+
 class _Wrapper(torch.Tensor):
     """A tensor without memory of its own, as quantisation libraries make them."""
 
@@ -293,7 +372,7 @@ def test_a_tensor_without_memory_is_an_error_rather_than_a_wild_read(rig: Rig) -
     assert rig.pool.in_use == 0
 
 
-def test_waiting_from_several_threads_waits_once(rig: Rig) -> None:
+def test_several_threads_wait_for_one_snapshot(rig: Rig) -> None:
     leaf = numbers(4)
     snapshot = rig.pack(leaf)
     found: list[torch.Tensor] = []
@@ -304,7 +383,9 @@ def test_waiting_from_several_threads_waits_once(rig: Rig) -> None:
         thread.join()
     assert len(found) == 8
     assert all(torch.equal(column, leaf) for column in found)
-    assert rig.device.host_waits == 1
+    waits = rig.device.host_waits
+    snapshot.wait()
+    assert rig.device.host_waits == waits
 
 
 def test_many_plans_take_turns_in_little_device_memory(rig: Rig) -> None:

@@ -9,7 +9,9 @@ from random import Random
 import pytest
 import torch
 
-from spanpack.pool import SMALLEST_SLAB_BYTES, HostPool, slab_class
+from spanpack import pool as pool_module
+from spanpack.flight import Events, Flight
+from spanpack.pool import SMALLEST_SLAB_BYTES, HostPool, HostSlab, Shelf, slab_class
 from spanpack.ring import DeviceRing
 from tests.support.fake_device import FakeDevice
 
@@ -94,13 +96,73 @@ def test_idle_slabs_of_other_sizes_make_room() -> None:
     assert pool.acquire(4 * MIB) is not None
 
 
+class TestRefusal:
+    """Pinning that fails takes milliseconds: it is not tried at every pack."""
+
+    @pytest.fixture
+    def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Sizes that the system was asked for; it refuses all above 64 KiB."""
+        asked: list[int] = []
+
+        def make(shelf: Shelf, *, pin: bool) -> HostSlab:
+            asked.append(shelf.capacity)
+            if shelf.capacity > SMALLEST_SLAB_BYTES:
+                raise RuntimeError("simulated")
+            return HostSlab(shelf, pin=pin)
+
+        monkeypatch.setattr(pool_module, "HostSlab", make)
+        return asked
+
+    def test_neither_this_size_nor_larger_ones_are_asked_for_again(self, asked: list[int]) -> None:
+        pool = HostPool(64 * MIB, pin=False)
+        for nbytes in (MIB, MIB, 2 * MIB, MIB, 1, MIB // 2, MIB // 2, MIB):
+            pool.acquire(nbytes)
+        assert asked == [MIB, SMALLEST_SLAB_BYTES, MIB // 2]
+        assert pool.refusal == "simulated"
+
+    def test_until_so_many_were_turned_down(self, asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(HostPool, "RETRY_AFTER", 10)
+        pool = HostPool(64 * MIB, pin=False)
+        for _ in range(25):
+            assert pool.acquire(MIB) is None
+        assert asked == [MIB] * 3
+
+    def test_until_pinned_memory_was_given_up(self, asked: list[int]) -> None:
+        pool = HostPool(2 * MIB, pin=False)
+        slabs = [pool.acquire(1) for _ in range(4)]
+        for _ in range(5):
+            assert pool.acquire(MIB) is None
+        assert asked[4:] == [MIB]
+        for slab in slabs:
+            assert slab is not None
+            pool.give_back(slab)
+        pool._forget(slabs[0])  # type: ignore[arg-type] # as making room for another size does
+        assert pool.refusal is None
+        assert pool.acquire(MIB) is None
+        assert asked[4:] == [MIB, MIB]
+
+    def test_once_it_works_again_the_refusal_is_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: object, **__: object) -> HostSlab:
+            raise RuntimeError("simulated")
+
+        monkeypatch.setattr(HostPool, "RETRY_AFTER", 1)
+        pool = HostPool(64 * MIB, pin=False)
+        with monkeypatch.context() as patched:
+            patched.setattr(pool_module, "HostSlab", refuse)
+            assert pool.acquire(MIB) is None
+        assert pool.acquire(MIB) is None
+        assert pool.acquire(MIB) is not None
+        assert pool.refusal is None
+
+
 def test_crowding_is_counted_by_size() -> None:
     pool = HostPool(64 * MIB, slabs_per_class=4, pin=False)
+    small, large = pool.shelf(1), pool.shelf(MIB)
     slabs = [pool.acquire(1) for _ in range(2)]
-    assert not pool.is_crowded(SMALLEST_SLAB_BYTES)
+    assert not small.is_crowded()
     slabs.append(pool.acquire(1))
-    assert pool.is_crowded(SMALLEST_SLAB_BYTES)
-    assert not pool.is_crowded(MIB)
+    assert small.is_crowded()
+    assert not large.is_crowded()
     assert [slab is not None for slab in (*slabs, pool.acquire(1), pool.acquire(1))] == [True] * 4 + [False]
 
 
@@ -123,7 +185,7 @@ def test_views_that_die_in_other_threads_give_their_slabs_back() -> None:
             queue.append(slab.lease(1))
             del slab
         assert pool.in_use <= 8
-        pool.is_crowded(SMALLEST_SLAB_BYTES)
+        pool.shelf(1).is_crowded()
     done.set()
     for dropper in droppers:
         dropper.join()
@@ -168,6 +230,20 @@ class TestDeviceRing:
     def test_reserving_ends_at_the_most_slabs(self, ring: DeviceRing) -> None:
         ring.reserve(MIB, slabs=10)
         assert (ring.allocations, ring.nbytes) == (3, 3 * MIB)
+
+    def test_of_busy_slabs_the_one_used_first_is_waited_for(self, ring: DeviceRing) -> None:
+        device = FakeDevice()
+        for turn in (2, 0, 1):
+            slab = ring.acquire(MIB, stream=1)
+            slab.flight, slab.turn = Flight(Events.make(device.make_event)), turn
+            device.mark_landed(slab.flight, stream=1)
+        assert ring.acquire(MIB, stream=1).turn == 0
+        assert (ring.allocations, ring.stream_waits) == (3, 1)
+
+    def test_a_slab_that_was_replaced_lets_its_memory_go(self, ring: DeviceRing) -> None:
+        slabs = [ring.acquire(nbytes, stream=1) for nbytes in (1, MIB // 2, MIB, 2 * MIB)]
+        assert [slab.capacity for slab in slabs] == [0, MIB // 2, MIB, 2 * MIB]
+        assert not hasattr(slabs[0], "tensor")
 
     def test_closing_drops_everything(self, ring: DeviceRing) -> None:
         ring.reserve(MIB, slabs=2)

@@ -18,6 +18,7 @@ from spanpack import (
     InputError,
     LeafError,
     Packer,
+    Placement,
     PlacementError,
     RowMap,
     make_plan,
@@ -109,3 +110,51 @@ def test_empty_views_stay_on_the_host_whatever_the_default_device() -> None:
     tree = Packer("cpu").pack({"x": torch.zeros(0, 3)}, Batch(["a"], [0]))
     with torch.device("meta"):
         assert tree.views()["a"]["x"].device.type == "cpu"
+
+
+class _Wrapper(torch.Tensor):
+    """A tensor without memory of its own, as quantisation libraries make them."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> _Wrapper:
+        wrapper: _Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, function: object, *_: object) -> None:
+        raise NotImplementedError(function)
+
+
+def _nested(layout: torch.layout) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.empty(2, 4, dtype=torch.uint4), r"'x\.y' is uint4, narrower than a byte; give leaf\.view"),
+        (lambda: torch.empty(2, 4, dtype=torch.int2), r"'x\.y' is int2, narrower than a byte"),
+        (lambda: _nested(torch.strided), r"'x\.y' is a nested tensor; give the list of its parts, leaf\.unbind\(\)"),
+        (lambda: _nested(torch.jagged), r"'x\.y' is a nested tensor"),
+        (lambda: _Wrapper(torch.zeros(2, 3)), r"'x\.y' is a _Wrapper without memory of its own"),
+    ],
+    ids=["uint4", "int2", "nested", "jagged", "wrapper"],
+)
+def test_tensors_that_are_no_bytes_in_memory(make: Any, message: str) -> None:
+    packer = Packer("cpu")
+    for leaf in (make(), [make()]):
+        with pytest.raises(LeafError, match=message):
+            packer.pack({"x": {"y": leaf}}, Batch(["a"], [2]), {"x.y": Placement.INVARIANT})
+
+
+def test_narrow_dtypes_as_the_message_says() -> None:
+    leaf = torch.arange(8, dtype=torch.uint8).view(2, 4).view(torch.uint4)
+    tree = Packer("cpu").pack({"x": leaf.view(torch.uint8)}, Batch(["a"], [2])).views()["a"]
+    assert torch.equal(tree["x"].view(torch.uint4).view(torch.uint8), leaf.view(torch.uint8))
+
+
+def test_a_tensor_in_the_middle_of_a_transformation() -> None:
+    packer = Packer("cpu")
+    with pytest.raises(LeafError, match="'x' is a Tensor without memory of its own"):
+        torch.vmap(lambda row: packer.pack({"x": row}, Batch(["a"], [3])))(torch.zeros(2, 3))

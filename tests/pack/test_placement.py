@@ -168,6 +168,13 @@ def test_no_consumers_no_bytes(packer: Packer) -> None:
         ({"x": ROWS}, {"x": RowMap({"a": (-1, 1)})}, r"gives request 'a' rows \[-1, 0\)"),
         ({"x": [ROWS]}, {"x": RowMap({"a": (0, 1)})}, "'x' is a list of 1 tensors; a RowMap takes one"),
         ({"x": ROWS}, {"x": "per-token"}, "the rule for 'x' is 'per-token'; give a Placement or a RowMap"),
+        (
+            {"x": ROWS, "k": {"y": ROWS}},
+            {"x.y": Placement.SHARED},
+            r"rule for 'x\.y', but no such leaf; .* has 'x', 'k\.y'",
+        ),
+        ({"x": 5}, {"x": Placement.SHARED}, "rule for 'x', but no such leaf; this payload has no tensors"),
+        ({str(i): ROWS for i in range(60)}, {"x": Placement.SHARED}, "'48', '49' and 10 more"),
         ({"x": torch.eye(5).to_sparse()}, None, "'x' is sparse or quantized and can only be packed whole"),
     ],
 )

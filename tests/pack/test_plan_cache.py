@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spanpack import ColumnSpec, LeafError, Packer, PlanCache, Sighting, make_plan
+from spanpack import Batch, ColumnSpec, LeafError, Packer, PlanCache, Sighting, make_plan
 from spanpack.signature import make_signature
 
 
@@ -153,3 +153,12 @@ def test_lazy_views_are_told_from_plain_tensors(view: Any, first: bool) -> None:
     assert signature.matches([pair[0]])
     assert not signature.matches([pair[1]])
     assert not signature.admits([pair[1]])
+
+
+def test_keys_that_are_equal_but_of_other_types_are_not_taken_for_each_other() -> None:
+    batch = Batch(["a"], [2])
+    with Packer("cpu") as packer:
+        for _ in range(3):
+            for key in (1, True, 1.0):
+                (found,) = packer.pack({key: torch.ones(2)}, batch).views()["a"]
+                assert type(found) is type(key)

@@ -58,6 +58,16 @@ def test_round_trip(tree: Any) -> None:
     assert_same_tree(unflatten(spec, leaves, values), tree)
 
 
+@pytest.mark.parametrize("kind", [dict, MappingProxyType, UserDict])
+def test_keys_of_different_kinds_are_told_apart_although_they_are_equal(kind: Any) -> None:
+    for keys in ((1, True, 1.0, 1 + 0j), ((1, 0), (True, 0), (1, (0,)))):
+        specs = [flatten(kind({key: A}))[1] for key in keys]
+        assert len(set(specs)) == len(keys)
+        for spec, key in zip(specs, keys, strict=True):
+            (found,) = unflatten(spec, [A], [])
+            assert (found, type(found)) == (key, type(key))
+
+
 def test_leaves_come_in_walking_order_and_are_not_copied() -> None:
     leaves, _, values = flatten({"z": A, "a": [1, {"m": B}], "k": (C, "text")})
     assert [leaf is expected for leaf, expected in zip(leaves, (A, B, C), strict=True)] == [True] * 3
@@ -168,13 +178,17 @@ class TestMatcher:
                 if found is not None and all(isinstance(leaf, torch.Tensor) for leaf in found[0]):
                     assert flatten(other)[1] == spec
 
-    @pytest.mark.parametrize("tree", [{"a'; import os #": A}, {"\n": A, '"""': B}, {("t", 1): A}, {None: A, 1.5: B}])
+    @pytest.mark.parametrize("tree", [{"a'; import os #": A}, {"\n": A, '"""': B}, {None: A, 15: B}])
     def test_keys_are_never_code(self, tree: Any) -> None:
         matcher = compile_matcher(flatten(tree)[1])
         assert matcher is not None
         found = matcher(tree)
         assert found is not None
         assert len(found[0]) == len(tree)
+
+    @pytest.mark.parametrize("tree", [{True: A}, {1.5: A}, {("t", 1): A}], ids=str)
+    def test_keys_that_other_keys_may_equal_have_none(self, tree: Any) -> None:
+        assert compile_matcher(flatten(tree)[1]) is None
 
     def test_only_what_can_be_unpacked_has_one(self) -> None:
         assert compile_matcher(flatten(Point(A, B))[1]) is None

@@ -39,11 +39,11 @@ except spanpack.UnavailableError as error:
     print(error)
 """
 FALLS_BACK = """
-from spanpack.packer import _resolve_backend
+from spanpack.backends import resolve_backend
 from spanpack.stats import Fallbacks
 fallbacks = Fallbacks()
 for _ in range(3):
-    assert not _resolve_backend("auto", torch.device("cuda", 0), fallbacks)
+    assert not resolve_backend("auto", torch.device("cuda", 0), fallbacks)
 print(fallbacks.counts())
 """
 

@@ -7,8 +7,10 @@ Stands in for `TorchRuntime` and `Launcher`. Memory is host memory. A launch rea
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,15 @@ class FakeEvent:
     def synchronize(self) -> None:
         self._device.host_waits += 1
         self._device.run(until=self.query)
+        assert self.query(), "the host waits for a stream that this test holds up: it would wait forever"
+
+
+class FakeStream:
+    """A stream as a caller of the packer has it."""
+
+    def __init__(self, handle: int, device: torch.device | None = None) -> None:
+        self.handle = handle
+        self.device = device or torch.device("cpu")
 
 
 class FakeDevice:
@@ -46,6 +57,10 @@ class FakeDevice:
         Handle of the current stream.
     launches, copies, uploads, stream_waits, host_waits
         What has been asked for.
+    held
+        Buffers whose memory was held back for the current stream.
+    allocated_on
+        The stream that was current, for each allocation.
     """
 
     def __init__(self) -> None:
@@ -54,15 +69,28 @@ class FakeDevice:
         self.launches = self.copies = self.uploads = self.stream_waits = self.host_waits = self.events_made = 0
         self.refuse_memory = False
         self.held: list[torch.Tensor] = []
+        self.allocated_on: list[int] = []
         self._memory: list[torch.Tensor] = []  # kept until all work has run: a real allocator frees in stream order
         self._queues: defaultdict[int, deque[tuple[Callable[[], bool], Callable[[], None]]]] = defaultdict(deque)
         self._blocked: set[int] = set()
+        self._running = threading.RLock()
 
     def current_stream(self) -> int:
         return self.stream
 
-    def is_current(self) -> bool:
-        return True
+    def current_device(self) -> None:
+        """The index of the device, which is the CPU."""
+
+    def as_current(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        before, self.stream = self.stream, stream.handle
+        try:
+            yield
+        finally:
+            self.stream = before
 
     def make_event(self, *, blocking: bool) -> FakeEvent:
         del blocking
@@ -72,16 +100,28 @@ class FakeDevice:
     def empty(self, nbytes: int) -> torch.Tensor:
         if self.refuse_memory:
             raise torch.cuda.OutOfMemoryError("simulated")
+        self.allocated_on.append(self.stream)
         self._memory.append(torch.full((nbytes,), POISON, dtype=torch.uint8))
         return self._memory[-1]
 
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        buffer = self.empty(nbytes)
+        if self.stream in self._blocked or self._queues[self.stream]:
+            self._queue(self.stream, buffer.zero_)
+        else:  # at once, as torch's own gather writes at once here
+            buffer.zero_()
+        return buffer
+
     def bring_home(self, flight: Any, destination: int, source: int, nbytes: int, stream: int) -> None:
-        self.record(flight.packed, stream)
-        self.stream_wait(SIDE, flight.packed)
+        self.record(flight.events.packed, stream)
+        self.stream_wait(SIDE, flight.events.packed)
         self.stream_waits -= 1  # counts only waits of producing streams
         self._queue(SIDE, lambda: ctypes.memmove(destination, source, nbytes))
-        self.record(flight.landed, SIDE)
+        self.record(flight.events.landed, SIDE)
         self.copies += 1
+
+    def mark_landed(self, flight: Any, stream: int) -> None:
+        self.record(flight.events.landed, stream)
 
     def upload(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         self._queue(stream, lambda: ctypes.memmove(destination, source, nbytes))
@@ -109,13 +149,17 @@ class FakeDevice:
     def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
-    def hold(self, buffer: torch.Tensor) -> None:
-        self.held.append(buffer)
+    def hold(self, *buffers: torch.Tensor) -> None:
+        self.held.extend(buffers)
 
     def synchronize(self) -> None:
         self.run()
 
-    def enqueue(self, work: Callable[[], None], stream: int | None = None) -> None:
+    def synchronize_current(self) -> None:
+        queue = self._queues[self.stream]
+        self.run(until=lambda: not queue)
+
+    def enqueue(self, work: Callable[[], Any], stream: int | None = None) -> None:
         """Queue work of the test's own, such as overwriting a source as the next step's graph does."""
         self._queue(self.stream if stream is None else stream, work)
 
@@ -127,7 +171,11 @@ class FakeDevice:
         self._blocked.discard(stream)
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Run queued work, stream by stream, as far as it can go."""
+        """Run queued work, stream by stream, as far as it can go. Safe to call from several threads."""
+        with self._running:
+            self._run(until)
+
+    def _run(self, until: Callable[[], bool]) -> None:
         moved = True
         while moved and not until():
             moved = False
@@ -140,6 +188,7 @@ class FakeDevice:
 
     @property
     def idle(self) -> bool:
+        """Whether no work is queued."""
         return not any(self._queues.values())
 
     def _queue(self, stream: int, work: Callable[[], Any], ready: Callable[[], bool] = lambda: True) -> None:

@@ -1,0 +1,297 @@
+"""What leaves look like apart from their number of rows: all that a plan depends on besides spans.
+
+A decode step and a prefill differ in rows, and so do a prefill and the next. What is found out here about dtypes,
+strides and devices holds for all of them, so only the first pays for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .columns import Int64Array
+from .plan import LeafUse, Route
+
+_MOST_USES = 8  # sets of leaves that are remembered; a structure rarely has more than one
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LeafKind:
+    """What the leaves of a column have in common. A table has one object for each kind, so `is` compares them."""
+
+    dtype: torch.dtype
+    row_shape: tuple[int, ...]
+    scalar: bool
+    device: torch.device
+
+
+class _Look(NamedTuple):
+    """One leaf, whatever its number of rows."""
+
+    dtype: torch.dtype
+    row_shape: tuple[int, ...]
+    scalar: bool
+    device: torch.device
+    layout: torch.layout
+    strides: tuple[int, ...] | None  # None where there are none, in sparse and quantized leaves
+    lazy: bool  # conjugated or negated when it is read
+
+
+class LeafTable:
+    """Routes, kinds and strides of leaves, whatever their numbers of rows.
+
+    Parameters
+    ----------
+    leaves
+        Looked at, neither read nor kept.
+    device_type
+        Type of the device to gather on; by default that of the first leaf that is not on the CPU, or ``"cpu"``.
+
+    Attributes
+    ----------
+    routes
+        How each leaf gets into the slab.
+    kinds
+        Of each leaf.
+    groups
+        A number for each leaf, the same for leaves that look alike, ``[num_leaves] int64``.
+    row_bytes
+        Of a row of each leaf.
+    row_strides
+        Bytes from a row to the next as the gather finds them, ``[num_leaves] int64``.
+    latest
+        What `look` found last: leaves with the same rows often come again.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor], device_type: str | None = None) -> None:
+        if device_type is None:
+            device_type = next((leaf.device.type for leaf in leaves if leaf.device.type != "cpu"), "cpu")
+        self.device_type = device_type
+        self._looks = tuple(map(_look, leaves))
+        numbers: dict[_Look, int] = {}
+        groups = [numbers.setdefault(look, len(numbers)) for look in self._looks]
+        self.groups: Int64Array = np.array(groups, dtype=np.int64)
+        known: dict[tuple[Any, ...], LeafKind] = {}
+        kinds = [known.setdefault(look[:4], LeafKind(*look[:4])) for look in numbers]
+        facts = [_facts(look, device_type) for look in numbers]
+        self.kinds = tuple([kinds[group] for group in groups])
+        self.routes = tuple([facts[group].route for group in groups])
+        self.row_bytes = tuple([facts[group].row_bytes for group in groups])
+        self.row_strides: Int64Array = np.array([facts[group].row_stride for group in groups], dtype=np.int64)
+        self._has_scalars = any(kind.scalar for kind in kinds)
+        self._check = self.guard(leaves, None)
+        self.latest: LeafLooks | None = None
+        self._uses: dict[frozenset[int], LeafUse] = {}
+
+    def look(self, leaves: Sequence[Tensor]) -> LeafLooks | None:
+        """What is to know about leaves that match; None for others."""
+        latest = self.latest
+        if latest is not None and latest.is_quick and latest.matches(leaves):
+            return latest
+        if not self.matches(leaves):
+            return None
+        row_counts = self.row_counts(leaves)
+        if latest is not None and latest.row_counts == row_counts:
+            latest.sharpen(leaves)
+        else:
+            latest = self.latest = LeafLooks(self, row_counts)
+        return latest
+
+    def matches(self, leaves: Sequence[Tensor]) -> bool:
+        """Whether leaves look like these but for their rows; fast, but may be stricter than need be."""
+        if len(leaves) != len(self._looks):
+            return False
+        return bool(self._check(*leaves)) if self._check is not None else self.admits(leaves)
+
+    def admits(self, leaves: Sequence[Tensor]) -> bool:
+        """The same, slower and without false alarms: inference mode and gradients make no difference."""
+        return (
+            len(leaves) == len(self._looks)
+            and all(isinstance(leaf, Tensor) for leaf in leaves)
+            and tuple(map(_look, leaves)) == self._looks
+        )
+
+    @property
+    def has_guard(self) -> bool:
+        """Whether guards can describe the leaves that it was made from."""
+        return self._check is not None
+
+    def row_counts(self, leaves: Sequence[Tensor]) -> tuple[int, ...]:
+        """Rows of each leaf; a 0-dimensional one counts as a row."""
+        if self._has_scalars:
+            return tuple([leaf.shape[0] if leaf.dim() else 1 for leaf in leaves])
+        return tuple([leaf.shape[0] for leaf in leaves])
+
+    def guard(self, leaves: Sequence[Tensor], row_counts: Sequence[int] | None) -> Callable[..., bool] | None:
+        """Torch's own tensor guards, which compare all leaves in one C++ call (64 leaves: 4 us, in Python 50).
+
+        Parameters
+        ----------
+        leaves
+            Some that match.
+        row_counts
+            Theirs, or None for guards that let leaves have any number of rows.
+
+        Returns
+        -------
+        callable or None
+            None where guards can't describe these leaves.
+        """
+        looks = self._looks
+        if not looks or any(look.strides is None for look in looks) or any(type(leaf) is not Tensor for leaf in leaves):
+            return None
+        rows: Sequence[int | None] = row_counts or [None] * len(looks)
+        shapes = [[] if look.scalar else [count, *look.row_shape] for look, count in zip(looks, rows, strict=True)]
+        strides = [list(look.strides or ()) for look in looks]
+        try:
+            guards: Any = torch._C._dynamo.guards
+            made = guards.TensorGuards(*leaves, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+            check: Callable[..., bool] = made.check
+            return check if check(*leaves) else None
+        except (AttributeError, TypeError, RuntimeError):
+            return None
+
+    def layout(self, leaf: int) -> torch.layout:
+        """How torch stores a leaf."""
+        return self._looks[leaf].layout
+
+    def use(self, leaves: frozenset[int]) -> LeafUse:
+        """How a plan gets these of the leaves into the slab."""
+        found = self._uses.get(leaves)
+        if found is None:
+            if len(self._uses) >= _MOST_USES:
+                self._uses.clear()
+            routes = tuple(route if leaf in leaves else None for leaf, route in enumerate(self.routes))
+            found = self._uses[leaves] = LeafUse.of(routes)
+        return found
+
+
+class LeafLooks:
+    """What a plan is made from, and recognises leaves by: a table, and the rows of each leaf.
+
+    Parameters
+    ----------
+    table
+        One that the leaves match.
+    row_counts
+        Rows of each leaf; a 0-dimensional one counts as a row.
+    """
+
+    __slots__ = ("_check", "row_counts", "table")
+
+    def __init__(self, table: LeafTable, row_counts: tuple[int, ...]) -> None:
+        self.table = table
+        self.row_counts = row_counts
+        self._check: Callable[..., bool] | None = None  # knows the rows; made when leaves have come again
+
+    @staticmethod
+    def of(leaves: Sequence[Tensor], device_type: str | None = None) -> LeafLooks:
+        """Look at leaves for the first time."""
+        table = LeafTable(leaves, device_type)
+        return LeafLooks(table, table.row_counts(leaves))
+
+    def matches(self, leaves: Sequence[Tensor]) -> bool:
+        """Whether these leaves may be taken for those it was made from; fast, but may be stricter than need be."""
+        if self._check is not None:
+            return len(leaves) == len(self.row_counts) and bool(self._check(*leaves))
+        if not self.table.matches(leaves) or self.table.row_counts(leaves) != self.row_counts:
+            return False
+        self.sharpen(leaves)
+        return True
+
+    def admits(self, leaves: Sequence[Tensor]) -> bool:
+        """The same, slower and without false alarms: inference mode and gradients make no difference."""
+        return self.table.admits(leaves) and self.table.row_counts(leaves) == self.row_counts
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether it takes one call to recognise leaves."""
+        return self._check is not None
+
+    def sharpen(self, leaves: Sequence[Tensor]) -> None:
+        """Be quick from now on, where guards can describe these leaves, which match."""
+        if self._check is None and self.table.has_guard:
+            self._check = self.table.guard(leaves, self.row_counts)
+
+    def describe(self, leaf: int) -> str:
+        """A leaf in the words of an error message, e.g. ``float32[4, 3]``."""
+        kind = self.table.kinds[leaf]
+        shape = [] if kind.scalar else [self.row_counts[leaf], *kind.row_shape]
+        return f"{str(kind.dtype).removeprefix('torch.')}{shape}"
+
+
+class LeafTables:
+    """Tables of the leaves seen last. Safe to use from several threads.
+
+    Parameters
+    ----------
+    capacity
+        Most tables kept; the one that was not needed for longest goes first.
+    device_type
+        As for `LeafTable`.
+    """
+
+    def __init__(self, capacity: int, device_type: str | None = None) -> None:
+        self._capacity = capacity
+        self._device_type = device_type
+        self._tables: list[LeafTable] = []  # the latest first; replaced, never changed
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def look(self, leaves: Sequence[Tensor]) -> LeafLooks:
+        """Look at leaves, by the table of earlier ones if there is one."""
+        tables = self._tables
+        for table in tables:
+            looks = table.look(leaves)
+            if looks is not None:
+                break
+        else:
+            looks = LeafLooks.of(leaves, self._device_type)
+            looks.table.latest = looks
+        if not tables or tables[0] is not looks.table:
+            others = [table for table in tables if table is not looks.table]
+            self._tables = [looks.table, *others][: self._capacity]
+        return looks
+
+
+class _Facts(NamedTuple):
+    route: Route
+    row_bytes: int
+    row_stride: int
+
+
+def _look(leaf: Tensor) -> _Look:
+    shape, layout = leaf.shape, leaf.layout
+    strides, lazy = None, False
+    if layout is torch.strided and not leaf.is_quantized:
+        strides, lazy = leaf.stride(), leaf.is_conj() or leaf.is_neg()
+    return _Look(leaf.dtype, tuple(shape[1:]), not shape, leaf.device, layout, strides, lazy)
+
+
+def _facts(look: _Look, device_type: str) -> _Facts:
+    item_bytes, strides = look.dtype.itemsize, look.strides
+    row_bytes = item_bytes * math.prod(look.row_shape)
+    if strides is None:
+        return _Facts(Route.OPAQUE, row_bytes, row_bytes)
+    if look.device.type == "cpu" and device_type != "cpu":
+        return _Facts(Route.HOST, row_bytes, row_bytes)
+    if look.lazy or not _is_one_run(look.row_shape, strides[1:]):
+        return _Facts(Route.STAGED, row_bytes, row_bytes)  # rows follow each other once it is staged
+    return _Facts(Route.KERNEL, row_bytes, strides[0] * item_bytes if strides else row_bytes)
+
+
+def _is_one_run(row_shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether each row, an index of dimension 0, is one run of memory."""
+    expected = 1
+    for length, stride in zip(reversed(row_shape), reversed(strides), strict=True):
+        if length != 1 and stride != expected:
+            return 0 in row_shape
+        expected *= length
+    return True

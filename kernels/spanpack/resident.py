@@ -1,0 +1,114 @@
+"""Residents: plans whose descriptors are on the device, with all that their next pack needs at hand."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ._runtime import TorchRuntime
+from .config import LaunchConfig
+from .flight import Flight
+from .gather import Launcher
+from .plan import Plan, Route
+from .pool import HostPool
+from .tiles import make_tiles
+
+
+class Resident:
+    """One plan's descriptors: ``[num_leaves] int64`` addresses, then ``[num_tiles, 6] int64`` tiles.
+
+    Attributes
+    ----------
+    launch
+        ``launch(slab, stream)`` queues the gather.
+    buffer, buffer_address
+        The descriptors on the device.
+    known
+        The addresses that are there.
+    stream
+        The one that reads and writes them; -1 before the first.
+    flight
+        The last pack that reads them.
+    turn
+        Grows from use to use, over all residents.
+    shelf, staging_shelf
+        The pinned slabs that its packs go to, and those for new addresses.
+    direct
+        Whether the gather stores into the pinned slab.
+    reads_every_leaf
+        Whether that is the address of each of them, as given.
+    has_extras
+        Whether something else than one launch is to be done: leaves that are staged, on the host, or opaque.
+    """
+
+    __slots__ = (
+        "_pack",
+        "_plan",
+        "_upload",
+        "buffer",
+        "buffer_address",
+        "direct",
+        "flight",
+        "has_extras",
+        "known",
+        "launch",
+        "reads_every_leaf",
+        "shelf",
+        "staging_shelf",
+        "stream",
+        "turn",
+    )
+
+    def __init__(
+        self,
+        plan: Plan,
+        config: LaunchConfig,
+        runtime: TorchRuntime,
+        launcher: Launcher,
+        pool: HostPool,
+        staging: HostPool,
+        *,
+        direct: bool,
+    ) -> None:
+        tiles = make_tiles(plan.segments, config.tile_bytes)
+        leaves = len(plan.routes)
+        head = (leaves + 1) // 2 * 2  # keeps the tiles aligned to 16 bytes
+        self.buffer = runtime.empty(8 * (head + tiles.size))
+        self.buffer_address = self.buffer.data_ptr()
+        self.launch = launcher.bind(config, len(tiles), self.buffer_address + 8 * head, self.buffer_address)
+        self.known: tuple[int, ...] = ()
+        self.stream = -1
+        self.flight: Flight | None = None
+        self.turn = 0
+        self.shelf = pool.shelf(plan.slab_bytes)
+        self.staging_shelf = staging.shelf(8 * leaves)
+        self.direct = direct
+        self.reads_every_leaf = plan.reads_every_leaf
+        self.has_extras = bool(plan.staged_leaves or plan.host_runs or plan.has_opaque)
+        self._plan = plan
+        self._pack = struct.Struct(f"{leaves}q").pack_into
+        self._upload: np.ndarray[Any, np.dtype[np.int64]] | None = np.concatenate(
+            [np.zeros(head, np.int64), tiles.ravel()]
+        )
+
+    def addresses(self, leaves: Sequence[Tensor]) -> tuple[int, ...]:
+        """What the gather has to know of the leaves."""
+        return tuple(
+            leaf.data_ptr() if route in (Route.KERNEL, Route.STAGED) else 0
+            for leaf, route in zip(leaves, self._plan.routes, strict=True)
+        )
+
+    def upload_bytes(self) -> int:
+        """How much the device lacks: all of it at first, later new addresses."""
+        return 8 * len(self._plan.routes) if self._upload is None else self._upload.nbytes
+
+    def write(self, staging: memoryview, addresses: tuple[int, ...]) -> None:
+        """Put what the device lacks, `upload_bytes` of it, into `staging`."""
+        if self._upload is not None:
+            staging[: self._upload.nbytes] = self._upload.view(np.uint8).data
+            self._upload = None
+        self._pack(staging, 0, *addresses)

@@ -1,0 +1,77 @@
+"""The self-test of warming up: packs awkward leaves the way packs go, and compares every byte with torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .columns import ColumnSpec
+from .config import LaunchConfig
+from .flight import Events, Flight
+from .gather import gather_torch
+from .planner import make_plan
+from .resident import Resident
+
+if TYPE_CHECKING:
+    from .cuda import CudaEngine
+
+_SENTINEL = 0xA5
+
+
+def self_test(engine: CudaEngine, config: LaunchConfig, *, direct: bool) -> None:
+    """Pack runs, odd bytes and strided rows through one configuration; gaps between columns must stay as they were.
+
+    Loads what the driver loads when it is first used: the upload of descriptors, the kernel, and the copy to the host
+    or the store into pinned memory. Without pinned memory the copy is torch's, and of a direct store there is nothing
+    to test.
+
+    Raises
+    ------
+    RuntimeError
+        The bytes are wrong. Whatever a compiler or a driver raises comes as it is.
+    """
+    runtime, launcher = engine.runtime, engine.launcher
+    assert launcher is not None
+    base = torch.arange(1 << 15, device=runtime.device, dtype=torch.int32).view(torch.uint8)
+    leaves = [
+        base[:99999],
+        base[7:4000],
+        base[1:].view(-1)[: 64 * 1000].view(64, 1000)[:, :333],
+        base.view(-1, 512)[:, :64],
+    ]
+    plan = make_plan(leaves, [ColumnSpec.whole(i, leaf) for i, leaf in enumerate(leaves)])
+    expected = torch.full((plan.device_bytes,), _SENTINEL, dtype=torch.uint8, device=runtime.device)
+    packed = expected.clone()
+    gather_torch(plan, leaves, expected)
+    resident = Resident(plan, config, runtime, launcher, engine.pool, engine.staging, direct=direct)
+    host = engine.pool.acquire(plan.slab_bytes)
+    if host is None and direct:
+        return
+    stream = runtime.current_stream()
+    flight = Flight(Events.make(runtime.make_event))
+    try:
+        engine.upload(resident, resident.addresses(leaves), stream, flight)
+        if host is None:
+            resident.launch(packed.data_ptr(), stream)
+            runtime.synchronize_current()
+            found = packed.cpu()
+        else:
+            host.flight = flight
+            found = torch.frombuffer(host.lease(plan.slab_bytes), dtype=torch.uint8)
+            found.fill_(_SENTINEL)
+            if direct:
+                resident.launch(host.address, stream)
+                runtime.mark_landed(flight, stream)
+            else:
+                resident.launch(packed.data_ptr(), stream)
+                runtime.bring_home(flight, host.address, packed.data_ptr(), plan.device_bytes, stream)
+    finally:  # also where it failed: what was queued may still read and write
+        runtime.synchronize_current()
+        flight.wait()
+    _compare(found, expected, config)
+
+
+def _compare(found: torch.Tensor, expected: torch.Tensor, config: LaunchConfig) -> None:
+    if not torch.equal(found, expected.cpu()):
+        raise RuntimeError(f"{config} yields wrong bytes")

@@ -1,0 +1,88 @@
+"""The columns of one step's plan, filled key by key."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from spanpack import ColumnSpec
+from spanpack.columns import Int64Array, PieceFacts
+from spanpack.leaf_table import LeafKind, LeafTable
+
+
+class Pieces(NamedTuple):
+    """Rows that a key takes: of a leaf yet to be named, which several keys may do, or of several leaves."""
+
+    leaves: Int64Array | None  # [num_pieces]
+    starts: Int64Array  # [num_pieces]
+    rows: Int64Array  # [num_pieces]
+    facts: PieceFacts
+
+
+def make_pieces(starts: Int64Array, rows: Int64Array, leaves: Int64Array | None = None) -> Pieces:
+    """Pieces, with what follows from them."""
+    return Pieces(leaves, starts, rows, PieceFacts.of(starts, rows, leaves))
+
+
+@lru_cache(maxsize=256)
+def whole_copies(rows: int, copies: int) -> Pieces:
+    """All rows of a leaf, so many times."""
+    return _shared(np.full(copies, rows, dtype=np.int64), None)
+
+
+@lru_cache(maxsize=256)
+def whole_leaves(leaves: tuple[int, ...], rows: tuple[int, ...]) -> Pieces:
+    """All rows of each of several leaves."""
+    return _shared(np.array(rows, dtype=np.int64), np.array(leaves, dtype=np.int64))
+
+
+def _shared(rows: Int64Array, leaves: Int64Array | None) -> Pieces:
+    starts = np.zeros(len(rows), dtype=np.int64)
+    for array in (starts, rows) if leaves is None else (starts, rows, leaves):
+        array.flags.writeable = False  # the plans of many steps hold it
+    return make_pieces(starts, rows, leaves)
+
+
+class StepColumns:
+    """The columns of a plan, as few as it takes: splitting one is two torch calls, however many keys share it.
+
+    Parameters
+    ----------
+    table
+        Of the step's leaves.
+    most_bytes
+        Keys share a column up to this size.
+
+    Attributes
+    ----------
+    specs
+        Of each column, in parts: one for each key.
+    """
+
+    def __init__(self, table: LeafTable, most_bytes: int) -> None:
+        self.specs: list[list[ColumnSpec]] = []
+        self._table = table
+        self._most_bytes = most_bytes
+        self._open: dict[LeafKind, tuple[int, int, int]] = {}  # column that takes leaves of a kind, its bytes, pieces
+
+    def add(self, leaf: int, pieces: Pieces) -> tuple[int, int, int]:
+        """Append pieces of `leaf`, or of the leaves that they name themselves, to the column of its kind.
+
+        Returns
+        -------
+        column, first, end
+            Which of the column's pieces they are.
+        """
+        kind = self._table.kinds[leaf]
+        nbytes = pieces.facts.total_rows * self._table.row_bytes[leaf]
+        column, column_bytes, first = self._open.get(kind, (-1, 0, 0))
+        if column < 0 or column_bytes + nbytes > self._most_bytes:
+            column, column_bytes, first = len(self.specs), 0, 0
+            self.specs.append([])
+        end = first + len(pieces.rows)
+        self._open[kind] = column, column_bytes + nbytes, end
+        leaves = leaf if pieces.leaves is None else pieces.leaves
+        self.specs[column].append(ColumnSpec(leaves, pieces.starts, pieces.rows, kind.scalar, pieces.facts))
+        return column, first, end
