@@ -157,6 +157,8 @@ class CudaEngine:
             if resident.stream != stream:
                 self._change_stream(resident, stream)
             if resident.known != addresses:
+                if 0 in addresses:  # no leaf of a first pack was like that, but its memory may have gone since
+                    _check_memory(plan, leaves)
                 self.upload(resident, addresses, stream, flight)
                 self.uploads += 1
             resident.launch(slab.address, stream)
@@ -178,11 +180,7 @@ class CudaEngine:
                     f"leaf {index} is on {leaves[index].device}, this packer serves {self.runtime.device}; "
                     "use one packer per device"
                 )
-            if not leaves[index].data_ptr() and leaves[index].numel():
-                raise LeafError(
-                    f"leaf {index}, a {type(leaves[index]).__name__}, has no memory of its own that a kernel could "
-                    "read; pack the tensors that it wraps"
-                )
+        _check_memory(plan, leaves)
         if self.launcher is None:
             return None
         try:
@@ -224,7 +222,11 @@ class CudaEngine:
         """Let a resident be read and written on another stream than before."""
         if resident.flight is not None:
             self.runtime.stream_wait(stream, resident.flight.landed)
-            self.runtime.hold(resident.buffer)
+        else:  # never launched: its memory is in the order of the stream that it was made on
+            made = self.runtime.make_event(blocking=False)
+            self.runtime.record(made, resident.stream)
+            self.runtime.stream_wait(stream, made)
+        self.runtime.hold(resident.buffer)
         resident.stream = stream
 
     def upload(self, resident: Resident, addresses: tuple[int, ...], stream: int, flight: Flight) -> None:
@@ -265,8 +267,10 @@ class CudaEngine:
         except torch.cuda.OutOfMemoryError:
             return self._run_leaf_by_leaf(plan, leaves, array.data, None, stream)
         flight = Flight(Events.make(self.runtime.make_event))
-        self._gather(plan, leaves, resident, device, stream, flight)
-        self.runtime.mark_landed(flight, stream)
+        try:
+            self._gather(plan, leaves, resident, device, stream, flight)
+        finally:  # also where it failed: what was queued may still read the descriptors
+            self.runtime.mark_landed(flight, stream)
         self.copies += 1
         self.copied_bytes += plan.device_bytes
         gather_host(plan, leaves, torch.from_numpy(array))
@@ -330,6 +334,15 @@ class CudaEngine:
         self.staging.close()
         self.ring.close()
         self.residents.clear()
+
+
+def _check_memory(plan: Plan, leaves: Sequence[Tensor]) -> None:
+    for index in plan.kernel_leaves:
+        if not leaves[index].data_ptr() and leaves[index].numel():
+            raise LeafError(
+                f"leaf {index}, a {type(leaves[index]).__name__}, has no memory of its own that a kernel could "
+                "read; pack the tensors that it wraps"
+            )
 
 
 def _bytes(lease: memoryview) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._runtime import TorchRuntime, load_runtime
-from .errors import LeafError
+from .errors import ClosedError, LeafError
 from .flight import Events, Flight
 from .pool import HostPool
 
@@ -53,6 +53,7 @@ class Fetcher:
         self._runtime: TorchRuntime = load_runtime(device, copy_stream)
         self._pool = HostPool(_BUDGET_BYTES, slabs, pin=device.type == "cuda")
         self._lock = threading.Lock()
+        self._closed = False
 
     def fetch(self, source: Tensor) -> Fetched | None:
         """Queue the copy of one tensor and return at once.
@@ -74,13 +75,15 @@ class Fetcher:
             The tensor is none of that kind.
         """
         runtime = self._runtime
-        if source.device != runtime.device or not source.is_contiguous() or not source.numel():
+        if not _is_plain(source, runtime.device):
             raise LeafError(
-                f"given {str(source.dtype).removeprefix('torch.')}{list(source.shape)} with strides {source.stride()} "
-                f"on {source.device}; expected a contiguous tensor with elements on {runtime.device}"
+                f"given {_describe(source)}; expected a contiguous tensor with elements on {runtime.device}, neither "
+                "sparse nor quantized, and with conjugation and negation resolved"
             )
         nbytes = source.nbytes
         with self._lock:
+            if self._closed:
+                raise ClosedError("this fetcher was closed; make a new one")
             slab = self._pool.acquire(nbytes)
             if slab is None:
                 return None
@@ -106,4 +109,26 @@ class Fetcher:
     def close(self) -> None:
         """Wait for the copies in flight and drop the memory; tensors that exist stay valid. Harmless when repeated."""
         with self._lock:
+            self._closed = True
             self._pool.close()
+
+
+def _is_plain(source: Tensor, device: torch.device) -> bool:
+    """Whether a tensor is one run of memory that holds just what reading the tensor yields."""
+    return (
+        isinstance(source, Tensor)
+        and source.device == device
+        and source.layout is torch.strided
+        and source.is_contiguous()
+        and not (source.is_conj() or source.is_neg() or source.is_quantized or source.is_nested)
+        and source.numel() > 0
+        and source.data_ptr() != 0
+    )
+
+
+def _describe(source: object) -> str:
+    if not isinstance(source, Tensor):
+        return f"a {type(source).__name__}"
+    lazy = ", lazily conjugated or negated" if source.is_conj() or source.is_neg() else ""
+    strides = f" with strides {source.stride()}" if source.layout is torch.strided and not source.is_nested else ""
+    return f"{str(source.dtype).removeprefix('torch.')}{list(source.shape)}{strides} on {source.device}{lazy}"

@@ -97,9 +97,11 @@ def gather_triton(plan: Plan, leaves: Sequence[Tensor], slab: Tensor, config: La
     config = config or choose_config(plan.device_bytes, len(plan.segments))
     read = stage(plan, leaves)
     tiles = torch.from_numpy(make_tiles(plan.segments, config.tile_bytes)).to(slab.device)
-    addresses = torch.tensor([leaf.data_ptr() for leaf in read], dtype=torch.int64, device=slab.device)
+    known = set(plan.kernel_leaves)  # sparse leaves have no address
+    addresses = [leaf.data_ptr() if index in known else 0 for index, leaf in enumerate(read)]
+    table = torch.tensor(addresses, dtype=torch.int64, device=slab.device)
     kernel = _kernel()
-    kernel[(len(tiles),)](tiles, addresses, slab, TILE_BYTES=config.tile_bytes, num_warps=config.num_warps)
+    kernel[(len(tiles),)](tiles, table, slab, TILE_BYTES=config.tile_bytes, num_warps=config.num_warps)
 
 
 def stage(plan: Plan, leaves: Sequence[Tensor]) -> list[Tensor]:

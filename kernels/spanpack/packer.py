@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
@@ -195,7 +195,9 @@ class Packer:
         ClosedError
             The packer was closed.
         """
-        key = (batch.spans, None if rules is None or callable(rules) else tuple(rules.items()))
+        if not isinstance(batch, Batch):
+            raise InputError(f"batch is a {type(batch).__name__}; give a spanpack.Batch")
+        key = (batch.spans, None if rules is None or callable(rules) else _key_of(rules))
         seen = self._recipes.look(payload, key)
         recipe = None if callable(rules) else seen.entry
         if recipe is None:
@@ -373,9 +375,11 @@ class Packer:
         with nullcontext() if stream is None else runtime.on(stream):
             if after is not None:
                 runtime.stream_wait(runtime.current_stream(), after)
-            yield
-            if stream is not None:  # which may be another than the one that the leaves were allocated on
-                runtime.hold(*(leaves[index] for index in plan.kernel_leaves))
+            try:
+                yield
+            finally:
+                if stream is not None:  # which may be another than the one that the leaves were allocated on
+                    runtime.hold(*(leaves[index] for index in plan.kernel_leaves))
 
     def _run_on_host(self, plan: Plan, leaves: Sequence[Tensor]) -> Snapshot:
         """A plan that nothing on a device is gathered for."""
@@ -393,3 +397,15 @@ class Packer:
             gather_torch(plan, leaves, slab)
         opaque = copy_opaque(plan, leaves, self._fallbacks)
         return Snapshot(plan, array.data, rest=Rest(None, opaque) if opaque else None)
+
+
+def _key_of(rules: Rules) -> Hashable:
+    """What tells mappings of rules apart."""
+    try:
+        key = tuple(rules.items())  # type: ignore[union-attr]  # if it is no mapping, that is the error
+        hash(key)
+    except (AttributeError, TypeError) as error:
+        raise InputError(
+            f"rules are {rules!r:.80}; give a mapping from path to Placement or RowMap, or a function"
+        ) from error
+    return key

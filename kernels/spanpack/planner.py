@@ -8,7 +8,7 @@ and the segments of all columns are made together: a NumPy call costs the same f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -46,7 +46,35 @@ def make_plan(leaves: Sequence[Tensor], columns: Sequence[ColumnSpec], device_ty
     LeafError
         A leaf that can only be moved whole (sparse, quantized) is asked for in part.
     """
-    return plan_columns(LeafLooks.of(leaves, device_type), [(column,) for column in columns])
+    return plan_columns(LeafLooks.of(leaves, device_type), [(column,) for column in _detached(columns)])
+
+
+def _detached(columns: Sequence[ColumnSpec]) -> list[ColumnSpec]:
+    """The same with arrays of the plan's own, checked: it outlives the call, and runs are worked out later."""
+    owned: dict[int, Int64Array] = {}  # columns that share arrays go on sharing them
+
+    def own(index: int, given: Any) -> Int64Array:
+        if id(given) not in owned:
+            array = np.array(given)
+            if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+                raise PlacementError(
+                    f"column {index} has {array.dtype}{list(array.shape)} among its leaves, starts and rows; expected "
+                    "flat arrays of integers"
+                )
+            owned[id(given)] = array.astype(np.int64, copy=False)
+        return owned[id(given)]
+
+    found = []
+    for index, column in enumerate(columns):
+        starts, rows = own(index, column.starts), own(index, column.rows)
+        leaves = column.leaves if isinstance(column.leaves, (int, np.integer)) else own(index, column.leaves)
+        leaves = leaves if isinstance(leaves, np.ndarray) else int(leaves)
+        lengths = {len(starts), len(rows), *(() if isinstance(leaves, int) else (len(leaves),))}
+        if len(lengths) > 1:
+            raise PlacementError(f"column {index} has {len(starts)} starts but {len(rows)} rows; give one per piece")
+        facts = column.facts
+        found.append(ColumnSpec(leaves, starts, rows, column.scalar, facts))
+    return found
 
 
 def plan_columns(looks: LeafLooks, columns: Sequence[Sequence[ColumnSpec]]) -> Plan:

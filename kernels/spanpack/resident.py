@@ -30,7 +30,7 @@ class Resident:
     known
         The addresses that are there.
     stream
-        The one that reads and writes them; -1 before the first.
+        The one that reads and writes them; at first the one they were allocated on.
     flight
         The last pack that reads them.
     turn
@@ -81,7 +81,7 @@ class Resident:
         self.buffer_address = self.buffer.data_ptr()
         self.launch = launcher.bind(config, len(tiles), self.buffer_address + 8 * head, self.buffer_address)
         self.known: tuple[int, ...] = ()
-        self.stream = -1
+        self.stream = runtime.current_stream()
         self.flight: Flight | None = None
         self.turn = 0
         self.shelf = pool.shelf(plan.slab_bytes)

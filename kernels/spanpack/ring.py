@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ._runtime import TorchRuntime
-from .flight import Flight
+from .flight import Events, Flight
 from .pool import slab_class
 
 
@@ -66,7 +66,7 @@ class DeviceRing:
         """Allocate ahead, so that later no `acquire` has to."""
         size = slab_class(nbytes)
         while sum(slab.capacity >= size for slab in self._slabs) < min(slabs, self._max_slabs):
-            self._allocate(size)
+            self._allocate(size, self._runtime.current_stream())
 
     def close(self) -> None:
         """Drop every slab."""
@@ -86,17 +86,25 @@ class DeviceRing:
             if oldest is None or slab.turn < oldest.turn:
                 oldest = slab
         size = slab_class(nbytes)
-        room = len(self._slabs) < self._max_slabs and self.nbytes + size <= self._budget_bytes
-        if oldest is None or room:
-            return self._allocate(size)
+        if oldest is None or self._has_room(nbytes, size):
+            return self._allocate(size, stream)
         assert oldest.flight is not None
         self._runtime.stream_wait(stream, oldest.flight.landed)
         self.stream_waits += 1
         return oldest
 
-    def _allocate(self, size: int) -> DeviceSlab:
+    def _has_room(self, nbytes: int, size: int) -> bool:
+        """Whether one more may be allocated, in place of one that is too small where there are as many as may be."""
+        if len(self._slabs) < self._max_slabs:
+            return self.nbytes + size <= self._budget_bytes
+        smallest = min(slab.capacity for slab in self._slabs)
+        return smallest < nbytes and self.nbytes - smallest + size <= self._budget_bytes
+
+    def _allocate(self, size: int, stream: int) -> DeviceSlab:
         """A new slab; at the limit it takes the place of the smallest, which is too small for this pack."""
         slab = DeviceSlab(size, self._runtime)
+        slab.flight = Flight(Events.make(self._runtime.make_event))
+        self._runtime.mark_landed(slab.flight, stream)  # another stream may write it once it is zeroed
         if len(self._slabs) >= self._max_slabs:
             smallest = min(self._slabs, key=lambda old: old.capacity)
             self._slabs.remove(smallest)
