@@ -33,7 +33,8 @@ import spanpack  # noqa: E402
 from bench._builder.engine import StepInput, make_runner, take_snapshot  # noqa: E402
 from bench._builder.payloads import WORKLOADS, Workload  # noqa: E402
 from bench._snapshot import results  # noqa: E402
-from bench._snapshot.machine import commit_of, host_facts  # noqa: E402
+from bench._snapshot.machine import host_facts  # noqa: E402
+from bench.commit import commit_of  # noqa: E402
 from omni_runner.compat import resolve  # noqa: E402
 from omni_runner.difference import difference  # noqa: E402
 from omni_runner.runner import make_runner_cls, path_of  # noqa: E402

@@ -31,7 +31,6 @@ from bench._snapshot.engine_source import EngineSource  # noqa: E402
 from bench._snapshot.machine import (  # noqa: E402
     CompileCounter,
     Machine,
-    commit_of,
     gpu_name,
     host_facts,
     open_machine,
@@ -41,6 +40,7 @@ from bench._snapshot.ours import Ours, OursStandalone  # noqa: E402
 from bench._snapshot.provider import Provider, Unavailable  # noqa: E402
 from bench._snapshot.scenarios import SCENARIO_NAMES, Scenario, make_scenario, trace_scenario  # noqa: E402
 from bench._snapshot.stock import StockV1, StockV2  # noqa: E402
+from bench.commit import commit_of  # noqa: E402
 from omni_runner.trace import load_trace  # noqa: E402
 
 PROVIDERS: dict[str, type[Provider]] = {

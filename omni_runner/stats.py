@@ -33,6 +33,8 @@ class RunnerStats:
         Steps that took the engine's own snapshot, by reason.
     builder_s
         Seconds spent on building the outputs of packed steps, waiting for the device excluded.
+    token_copies
+        Steps whose sampled tokens were copied here, not by the engine's output object.
     pack
         The packer's counters; None before the first packed step.
     """
@@ -42,6 +44,7 @@ class RunnerStats:
     mirror: Mapping[str, int] = field(default_factory=dict)
     stock: Mapping[str, int] = field(default_factory=dict)
     builder_s: float = 0.0
+    token_copies: int = 0
     pack: spanpack.Stats | None = None
 
     @property

@@ -53,9 +53,16 @@ def stores_as_known(output_cls: type[Any]) -> bool:
 
 
 class TokenCopy:
-    """Starts the copies of one runner's sampled tokens. Whatever it can't do is left to the engine."""
+    """Starts the copies of one runner's sampled tokens. Whatever it can't do is left to the engine.
+
+    Attributes
+    ----------
+    count
+        Copies that it has started.
+    """
 
     def __init__(self) -> None:
+        self.count = 0
         self._fetcher: spanpack.Fetcher | None = None
         self._stream: Any = None
         self._failed = False
@@ -79,6 +86,7 @@ class TokenCopy:
             return None
         if fetched is None:
             return None
+        self.count += 1
         return {
             **_NO_OTHER_COPIES,
             "_model_runner_output": None,

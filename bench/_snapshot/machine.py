@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -187,19 +186,3 @@ def host_facts() -> dict[str, Any]:
         ]
         cpu = f"{len(models)} x {models[0]}" if models else cpu
     return {"cpu": cpu, "system": f"{platform.system()} {platform.release()}"}
-
-
-def commit_of(repository: Path) -> str | None:
-    """The commit that is checked out, with a plus sign if files differ from it; None outside a git checkout."""
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=False
-            )
-        except OSError:
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    commit = git("rev-parse", "--short=12", "HEAD")
-    return f"{commit}+" if commit and git("status", "--porcelain") else commit

@@ -215,7 +215,7 @@ def packed_path_counts(runner: Any) -> dict[str, int]:
     if stats is None:
         return {}
     taken = asdict(stats())
-    counts = {"columns": taken["columns"], "empty": taken["empty"]}
+    counts = {name: taken[name] for name in ("columns", "empty", "token_copies")}
     for kind in ("mirror", "stock"):
         counts |= {f"{kind}: {reason}": count for reason, count in taken[kind].items()}
     pack = taken["pack"] or {}

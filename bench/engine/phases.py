@@ -64,8 +64,9 @@ def turn_s(phase: Phase, left_s: float, profiles: int, share: float) -> float:
     profiles
         Stages that are still to be profiled.
     share
-        Of this stage among those that still have this phase to come. The hashed passes get whatever they need.
+        Of this stage among those that still have this phase to come. The hashed passes get whatever they need, and in
+        the last phase nobody is waited for whose figures count more.
     """
     if phase.is_repeated:
         left_s -= PROFILE_S * profiles
-    return max(0.0, left_s if phase.name == "verify" else left_s * share)
+    return max(0.0, left_s if phase.name in ("verify", "profile") else left_s * share)

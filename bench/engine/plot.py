@@ -246,7 +246,13 @@ def main() -> None:
     result = json.loads((args.results / "engine.json").read_text())
     gap = json.loads((args.results / "gap.json").read_text())
     (args.into / "throughput.svg").write_text(draw_throughput(result, args.engine, list(STAGE_NAMES)))
-    (args.into / "gap.svg").write_text(draw_gap(gap, args.engine, args.stage, not args.without_sender))
+    try:
+        drawn = draw_gap(gap, args.engine, args.stage, not args.without_sender)
+    except (KeyError, ValueError) as missing:
+        raise SystemExit(
+            f"throughput.svg in {args.into}; no gap.svg, its timelines were not measured: {missing}"
+        ) from None
+    (args.into / "gap.svg").write_text(drawn)
     print(f"throughput.svg and gap.svg in {args.into}")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,14 @@ _LISTS = ("rows", "consumed", "verify", "backlog", "errors", "skipped")
 _COLUMNS = ("step", "sample_tokens", "snapshot", "output_object", "builder", "get_output")
 
 
-def merge(parts: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Results of single stages as one: `engine` for engine.json, `gap` for gap.json."""
+def merge(parts: Sequence[Row], commit: str | None = None) -> dict[str, dict[str, Any]]:
+    """Results of single stages, measured at a commit, as one: `engine` for engine.json, `gap` for gap.json."""
     gpus = sorted({part["gpu"] for part in parts if part["gpu"]})
     engine: dict[str, Any] = {
         "bench": "engine",
         "gpu": gpus[0] if len(gpus) == 1 else gpus or None,
         "date": datetime.date.today().isoformat(),
+        "commit": commit,
         "versions": {part["engine"]: part["versions"] for part in parts},
         **{name: [] for name in _LISTS},
     }
@@ -64,7 +64,7 @@ def summary(result: Row) -> str:
         "every put then polls all unread ones); `++`: with a process that takes them, as a next stage does.",
         "",
     ]
-    for engine, stage in sorted({(row["engine"], row["stage"]) for row in result["rows"]}):
+    for engine, stage in sorted({(row["engine"], row["stage"]) for row in _all_rows(result)}):
         rows = [(row, " +" if row["sender"] else "") for row in result["rows"]]
         rows += [(row, " ++") for row in result["consumed"]]
         rows = [(row, mark) for row, mark in rows if (row["engine"], row["stage"]) == (engine, stage)]
@@ -79,20 +79,32 @@ def summary(result: Row) -> str:
             ("engine", "stage", "variant", "held", "step", "step without", "pinned MiB", "without", "equal", "steps"),
             (_backlog_cells(entry) for entry in result["backlog"]),
         )
-    lines += _not_packed([*result["rows"], *result["consumed"]])
+    lines += _not_packed(_all_rows(result))
     unequal = [entry for entry in result["verify"] if entry["difference"]]
     lines += [f"Hashed passes: {len(result['verify'])}, {len(unequal)} with a difference"]
     lines += [f"* {_of(entry)} {entry['variant']} {entry['requests']}: {entry['difference']}" for entry in unequal]
+    lines += [
+        f"* CHUNKS DIFFER: {_of(entry)} {entry['variant']} {entry['requests']}: {entry['chunk_difference']}"
+        for entry in result["verify"]
+        if entry["stage"] == "thinker" and entry["chunk_difference"]  # of other stages they depend on the load
+    ]
     lines += [f"* FAILED: {_of(entry)} {entry['at']}" for entry in result["errors"]]
-    lines += [f"* skipped, out of time: {_of(entry)} {entry['what']}" for entry in result["skipped"]]
+    lines += [f"* not done: {_of(entry)} {entry['what']}" for entry in result["skipped"]]
     return "\n".join([*lines, "", *targets(result)])
+
+
+def _all_rows(result: Row) -> list[Row]:
+    return [*result["rows"], *result["consumed"]]
+
+
+_USUAL_PATH = ("columns", "empty", "token_copies")
 
 
 def _not_packed(rows: Sequence[Row]) -> list[str]:
     """Steps of ours that took another path than the packed columns: their figures are not ours."""
     lines = []
     for row in rows:
-        others = {name: count for name, count in row["path"].items() if count and name not in ("columns", "empty")}
+        others = {name: count for name, count in row["path"].items() if count and name not in _USUAL_PATH}
         if others:
             lines.append(f"* NOT PACKED: {_of(row)} {row['requests']} requests: {others}")
     return lines
@@ -108,7 +120,7 @@ def targets(result: Row) -> list[str]:
     What has the sender in it is given twice: with nobody taking the chunks, and with a process that takes them.
     """
     lines = []
-    for engine in sorted({row["engine"] for row in result["rows"]}):
+    for engine in sorted({row["engine"] for row in _all_rows(result)}):
         rows = []
         for stage, aims in AIMS.items():
             unread, taken = (_Measured(result, engine, stage, consumed=consumed) for consumed in (False, True))
@@ -250,8 +262,7 @@ def _cells(row: Row, mark: str) -> Iterator[str]:
     yield f"{row['tokens_per_s']:.0f}"
     yield "-" if row["chunks_per_s"] is None else f"{row['chunks_per_s']:.0f}"
     for key in _COLUMNS:
-        figures = row[f"{key}_us"]
-        yield "-" if figures is None else f"{figures['p50']:.0f}/{figures['p99']:.0f}"
+        yield _quantiles(row[f"{key}_us"])
     yield _mib(row["pinned_bytes"])
     yield {True: "yes", False: "NO", None: "?"}[row["payloads_equal"]]
     yield str(row["steps"])
@@ -260,11 +271,15 @@ def _cells(row: Row, mark: str) -> Iterator[str]:
 def _backlog_cells(entry: Row) -> Iterator[str]:
     yield from (entry["engine"], entry["stage"], entry["variant"], str(entry["held_payloads"]))
     for key in ("step_us", "step_us_without"):
-        yield f"{entry[key]['p50']:.0f}/{entry[key]['p99']:.0f}"
+        yield _quantiles(entry[key])
     yield _mib(entry["pinned_bytes"])
     yield _mib(entry["pinned_bytes_without"])
     yield "yes" if entry["payloads_equal"] else "NO"
     yield str(entry.get("steps", "?"))
+
+
+def _quantiles(figures: Row | None) -> str:
+    return "-" if figures is None else f"{figures['p50']:.0f}/{figures['p99']:.0f}"
 
 
 def _mib(nbytes: int | None) -> str:
@@ -276,14 +291,6 @@ def _table(head: Sequence[str], rows: Iterator[Any] | Sequence[Any]) -> list[str
     return [*(f"| {line} |" for line in lines), ""]
 
 
-def _commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="+", type=Path, help="folders that bench.engine.run wrote")
@@ -292,7 +299,7 @@ def main() -> None:
     found = join(args.results)
     if args.into:
         args.into.mkdir(parents=True, exist_ok=True)
-        (args.into / "engine.json").write_text(json.dumps({**found["engine"], "commit": _commit()}, indent=1) + "\n")
+        (args.into / "engine.json").write_text(json.dumps(found["engine"], indent=1) + "\n")
         (args.into / "gap.json").write_text(json.dumps(found["gap"]) + "\n")
     print(summary(found["engine"]))
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.commit import commit_of
 from bench.engine.environment import REPOSITORY, engine_environment
 from bench.engine.model_folders import write_models
 from bench.engine.phases import Phase, all_phases, turn_s
@@ -176,6 +177,8 @@ class Session:
             )
         elif left and not idle:
             left[0] += ", unfinished"
+            what = f"it was still at it when the time was over, see logs/{child.stage}.log"
+            self.failures.append({"stage": child.stage, "at": left[0], "traceback": what})
         self.skipped += [{"stage": child.stage, "what": what} for what in left]
 
     def _phases(self, stage: str) -> list[tuple[int, Phase]]:
@@ -186,7 +189,7 @@ class Session:
     def write(self) -> dict[str, Any]:
         """Write what the stages have measured so far."""
         parts = [json.loads(child.result.read_text()) for child in self.children if child.result.exists()]
-        found = merge(parts)
+        found = merge(parts, self.args.commit or commit_of(REPOSITORY))
         engines = {part["stage"]: part["engine"] for part in parts}
         for name, notes in (("errors", self.failures), ("skipped", self.skipped)):
             found["engine"][name] += [{"engine": engines.get(note["stage"], "?"), **note} for note in notes]
@@ -229,6 +232,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", type=Path, help="folder that carries the engine; default: it is installed")
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--commit", help="what to note as the commit, where there is no git checkout")
     parser.add_argument("--scratch", type=Path, help="folder to unpack and work in; default: a temporary one")
     parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES))
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64], help="at once; 64 at most")

@@ -196,7 +196,12 @@ class TestSession:
     def session(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
         monkeypatch.setattr(run_module, "GRACE_S", 3.0)
         args = argparse.Namespace(
-            out=tmp_path, seconds=0.0, requests=[1, 64], rounds=1, extras=("consumer", "backlog", "profile")
+            out=tmp_path,
+            commit="abc",
+            seconds=0.0,
+            requests=[1, 64],
+            rounds=1,
+            extras=("consumer", "backlog", "profile"),
         )
         session = Session(args, tmp_path)
         session.deadline = time.monotonic() + 30.0

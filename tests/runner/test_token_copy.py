@@ -54,12 +54,14 @@ def fetched() -> spanpack.Fetched:
 
 def test_it_goes_on_the_engines_stream_for_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     copier = Copier(fetched())
-    fields = token_copy(monkeypatch, copier).fields(arguments(num_nans=None, check_ep_fault=False))
+    copy = token_copy(monkeypatch, copier)
+    fields = copy.fields(arguments(num_nans=None, check_ep_fault=False))
     assert fields is not None
     assert copier.streams == ["the engine's stream"]
     assert fields["sampled_token_ids_cpu"] is copier.answer.tensor
     assert fields["async_copy_ready_event"] is copier.answer.landed
     assert fields["_sampled_token_ids"] is TOKENS
+    assert copy.count == 1
 
 
 @pytest.mark.parametrize(
