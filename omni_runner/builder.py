@@ -18,6 +18,7 @@ from torch import Tensor
 from omni_runner.lowering import KeyRecipe, PlainElements, fill_template, pick_elements
 from omni_runner.packing import PackedStep
 from omni_runner.step import StepContext
+from omni_runner.untrack import DICTS_COME_BACK, untrack
 
 if TYPE_CHECKING:
     from omni_runner.compat import Upstream
@@ -37,6 +38,8 @@ class ChannelRules:
         If not empty: what the model says its client gets, whatever `partitions` says.
     is_text
         The stage's output is text: no channel is filled, unless `client_keys` says so.
+    untracks
+        Payloads are kept out of Python's cyclic garbage collection, see `untrack`.
     shares_channel
         Whether the engine puts one and the same list in both fields where the channels do not differ.
     """
@@ -44,6 +47,7 @@ class ChannelRules:
     partitions: bool
     client_keys: tuple[str, ...] = ()
     is_text: bool = False
+    untracks: bool = True
     shares_channel: bool = True
 
 
@@ -94,8 +98,11 @@ class ChannelBuilder:
                 inter.append(self._column(recipe.key, tensors, plain))
             if to_client:
                 client.append(self._column(recipe.key, tensors, plain))
-        inter_channel = _zip_channel(inter, packed.step)
-        return inter_channel, inter_channel if self._one_list else _zip_channel(client, packed.step)
+        if rules.untracks:
+            for column in (*inter, *client):
+                untrack(column.items)
+        inter_channel = self._zip_channel(inter, packed.step)
+        return inter_channel, inter_channel if self._one_list else self._zip_channel(client, packed.step)
 
     def _route(self, key: str) -> tuple[bool, bool]:
         """Whether a key goes to the next stage, and whether to the client; asked of the engine once per key."""
@@ -118,6 +125,19 @@ class ChannelBuilder:
         for owner, item in zip(plain.owners, self._wrap(key, plain.values), strict=True):
             items[owner] = item
         return _Column(key, items, complete=all(item is not None for item in items))
+
+    def _zip_channel(self, columns: list[_Column], step: StepContext) -> Channel:
+        if not columns:
+            return None
+        payloads = _zip_payloads(columns, len(step.consumers))
+        if self._rules.untracks and DICTS_COME_BACK:
+            untrack(payloads)
+        if step.everyone_consumes:
+            return payloads
+        channel: list[Any] = [None] * len(step.request_ids)
+        for position, payload in zip(step.consumers, payloads, strict=True):
+            channel[position] = payload
+        return channel
 
     def _wrap(self, key: str, values: list[Any]) -> Sequence[Tensor | None]:
         """Tensors of plain values, None for those that have none.
@@ -205,11 +225,9 @@ def _wrap_numbers(values: list[Any]) -> Sequence[Tensor] | None:
     return None
 
 
-def _zip_channel(columns: list[_Column], step: StepContext) -> Channel:
-    """The dicts of all requests, filled column by column, which is faster than dict by dict."""
-    if not columns:
-        return None
-    payloads: list[Any] = [{} for _ in step.consumers]
+def _zip_payloads(columns: list[_Column], count: int) -> list[Any]:
+    """The dicts of all consumers, filled column by column, which is faster than dict by dict."""
+    payloads: list[Any] = [{} for _ in range(count)]
     for key, items, complete in columns:
         if complete:
             for payload, item in zip(payloads, items, strict=True):
@@ -218,9 +236,4 @@ def _zip_channel(columns: list[_Column], step: StepContext) -> Channel:
             for payload, item in zip(payloads, items, strict=True):
                 if item is not None:
                     payload[key] = item
-    if step.everyone_consumes:
-        return payloads
-    channel: list[Any] = [None] * len(step.request_ids)
-    for position, payload in zip(step.consumers, payloads, strict=True):
-        channel[position] = payload
-    return channel
+    return payloads

@@ -250,7 +250,7 @@ class PackedPath:
             return self._steps
         check_runner(runner)
         settings = Settings.from_env()
-        rules = _channel_rules(self.upstream, runner)
+        rules = _channel_rules(self.upstream, runner, untracks=settings.untrack)
         self._channels = ChannelBuilder(self.upstream, rules)
         self._packer = (
             spanpack.Packer(runner.device)
@@ -309,11 +309,12 @@ def _build_whole(build_stock: Callable[..., Any], step: Mapping[str, Any], packe
     return build_stock(**arguments)
 
 
-def _channel_rules(upstream: Upstream, runner: Any) -> ChannelRules:
+def _channel_rules(upstream: Upstream, runner: Any, *, untracks: bool) -> ChannelRules:
     return ChannelRules(
         partitions=upstream.partitions_channels(runner),
         client_keys=upstream.client_output_keys(runner),
         is_text=runner.vllm_config.model_config.engine_output_type == "text",
+        untracks=untracks,
         shares_channel=upstream.shares_channel,
     )
 

@@ -32,6 +32,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "most pinned memory that one stage's packer may hold, in MiB",
         "1024",
     ),
+    "OMNI_RUNNER_UNTRACK": ("0 leaves payloads to Python's cyclic garbage collection, as the stock runner does", "1"),
     "OMNI_RUNNER_TRACE": ("folder into which each packed AR stage writes a trace of its first steps", "no trace"),
     "OMNI_RUNNER_TRACE_STEPS": ("how many steps to record", str(_DEFAULT_TRACE_STEPS)),
     "OMNI_RUNNER_TRACE_SCRUB": (
@@ -53,6 +54,8 @@ class Settings:
         ``OMNI_RUNNER_STRICT``: refuse to start rather than serve on the stock path.
     pinned_budget_bytes : int or None
         ``OMNI_RUNNER_PINNED_MIB`` in bytes; None leaves it to the packer.
+    untrack : bool
+        ``OMNI_RUNNER_UNTRACK``: keep payloads out of Python's cyclic garbage collection.
     trace_dir : Path or None
         ``OMNI_RUNNER_TRACE``: where to record steps; None records nothing.
     trace_steps : int
@@ -64,6 +67,7 @@ class Settings:
     enabled: bool = False
     strict: bool = False
     pinned_budget_bytes: int | None = None
+    untrack: bool = True
     trace_dir: Path | None = None
     trace_steps: int = _DEFAULT_TRACE_STEPS
     trace_scrub: bool = False
@@ -82,6 +86,7 @@ class Settings:
             enabled=_switch(environ, "OMNI_RUNNER"),
             strict=_switch(environ, "OMNI_RUNNER_STRICT"),
             pinned_budget_bytes=None if pinned_mib is None else pinned_mib << 20,
+            untrack=_switch(environ, "OMNI_RUNNER_UNTRACK", default=True),
             trace_dir=_path(environ, "OMNI_RUNNER_TRACE"),
             trace_steps=_positive(environ, "OMNI_RUNNER_TRACE_STEPS") or _DEFAULT_TRACE_STEPS,
             trace_scrub=_switch(environ, "OMNI_RUNNER_TRACE_SCRUB"),
@@ -107,10 +112,10 @@ def _path(environ: Mapping[str, str], name: str) -> Path | None:
         raise SettingsError(f"{name}={text!r}: expected a path whose ~ stands for a home directory") from error
 
 
-def _switch(environ: Mapping[str, str], name: str) -> bool:
+def _switch(environ: Mapping[str, str], name: str, *, default: bool = False) -> bool:
     text = _text(environ, name)
     if text is None:
-        return False
+        return default
     if text.lower() not in _WORDS:
         raise SettingsError(f"{name}={text!r}: expected one of {', '.join(_WORDS)}")
     return _WORDS[text.lower()]

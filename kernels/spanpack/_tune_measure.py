@@ -79,7 +79,7 @@ class CudaBench:
         leaves = workload.make_leaves(device)
         self._leaves = stage(plan, leaves)  # held: the kernel reads them by address
         pointers = [leaf.data_ptr() for leaf in self._leaves]
-        kernel_leaves = set(plan.kernel_leaves)
+        kernel_leaves = set(plan.use.kernel)
         table = torch.tensor([at if i in kernel_leaves else 0 for i, at in enumerate(pointers)], dtype=torch.int64)
         self._pinned_addresses = table.pin_memory()
         self._addresses = table.to(device)

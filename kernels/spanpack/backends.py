@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -35,6 +35,14 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     elif resolved.type != "cpu":
         raise DeviceError(f"device {str(device)!r}: packers serve CUDA, ROCm and CPU tensors")
     return resolved
+
+
+def check_stream(stream: Any, device: torch.device, name: str) -> None:
+    """Raise a DeviceError unless `stream`, the argument `name`, is a stream of this device."""
+    if getattr(stream, "device", None) != device:
+        raise DeviceError(
+            f"{name} {stream!r}, but this packer serves {device}; give a torch.cuda.Stream(device={str(device)!r})"
+        )
 
 
 def resolve_backend(backend: Backend, device: torch.device, fallbacks: Fallbacks) -> bool:

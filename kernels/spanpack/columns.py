@@ -139,7 +139,17 @@ class ColumnSpec:
 
     @staticmethod
     def whole(leaf: int, tensor: Tensor, copies: int = 1) -> ColumnSpec:
-        """The whole of one leaf, `copies` times (an own copy for each of so many requests)."""
+        """The whole of one leaf, once or several times over.
+
+        Parameters
+        ----------
+        leaf
+            Its index.
+        tensor
+            The leaf itself, for its shape.
+        copies
+            Number of pieces: an own copy for each of so many requests.
+        """
         rows = tensor.shape[0] if tensor.dim() else 1
         return ColumnSpec(
             leaf, np.zeros(copies, dtype=np.int64), np.full(copies, rows, dtype=np.int64), tensor.dim() == 0
@@ -147,7 +157,15 @@ class ColumnSpec:
 
     @staticmethod
     def stack(leaves: Sequence[int], tensors: Sequence[Tensor]) -> ColumnSpec:
-        """Several leaves of the same dtype and ``shape[1:]``, each whole."""
+        """Several leaves, each whole: one piece per leaf.
+
+        Parameters
+        ----------
+        leaves
+            Their indices, at least one.
+        tensors
+            The leaves themselves, for their shapes; of the same dtype and ``shape[1:]``.
+        """
         scalar = tensors[0].dim() == 0
         rows = np.array([tensor.shape[0] if tensor.dim() else 1 for tensor in tensors], dtype=np.int64)
         return ColumnSpec(np.asarray(leaves, dtype=np.int64), np.zeros(len(leaves), dtype=np.int64), rows, scalar)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ._runtime import TorchRuntime
 from .config import ConfigTable
-from .errors import DeviceError, LeafError
+from .errors import DeviceError
 from .flight import Events, Flight
-from .gather import Launcher, copy_opaque, gather_host, gather_torch, stage
+from .gather import Launcher, check_memory, copy_opaque, gather_host, gather_torch, stage
 from .late import MOST_WAITING, LateCopies, LateCopy
 from .plan import Plan
 from .pool import HostPool, HostSlab
@@ -83,7 +83,7 @@ class CudaEngine:
                 return self.run(plan, leaves)
         resident = self.residents.get(plan) or self._make_resident(plan, leaves)
         has_extras = resident is None or resident.has_extras
-        if has_extras and plan.staged_leaves:
+        if has_extras and plan.use.staged:
             self.fallbacks.note("strided", "leaves that are not contiguous within their rows are copied by torch first")
             leaves = stage(plan, leaves)
         stream = self._current_stream()
@@ -158,7 +158,7 @@ class CudaEngine:
                 self._change_stream(resident, stream)
             if resident.known != addresses:
                 if 0 in addresses:  # no leaf of a first pack was like that, but its memory may have gone since
-                    _check_memory(plan, leaves)
+                    check_memory(leaves, plan.use.kernel)
                 self.upload(resident, addresses, stream, flight)
                 self.uploads += 1
             resident.launch(slab.address, stream)
@@ -174,13 +174,13 @@ class CudaEngine:
 
     def _make_resident(self, plan: Plan, leaves: Sequence[Tensor]) -> Resident | None:
         """Check what a kernel would read and bring the plan's descriptors into being; None to gather with torch."""
-        for index in plan.kernel_leaves:
+        for index in plan.use.kernel:
             if leaves[index].device != self.runtime.device:
                 raise DeviceError(
                     f"leaf {index} is on {leaves[index].device}, this packer serves {self.runtime.device}; "
                     "use one packer per device"
                 )
-        _check_memory(plan, leaves)
+        check_memory(leaves, plan.use.kernel)
         if self.launcher is None:
             return None
         try:
@@ -336,14 +336,5 @@ class CudaEngine:
         self.residents.clear()
 
 
-def _check_memory(plan: Plan, leaves: Sequence[Tensor]) -> None:
-    for index in plan.kernel_leaves:
-        if not leaves[index].data_ptr() and leaves[index].numel():
-            raise LeafError(
-                f"leaf {index}, a {type(leaves[index]).__name__}, has no memory of its own that a kernel could "
-                "read; pack the tensors that it wraps"
-            )
-
-
 def _bytes(lease: memoryview) -> Tensor:
-    return torch.from_numpy(np.asarray(lease))  # unlike `torch.frombuffer`, also where there are none
+    return torch.frombuffer(lease, dtype=torch.uint8)  # holds the lease itself, where NumPy would take a new view

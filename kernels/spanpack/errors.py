@@ -8,7 +8,7 @@
     │   ├── PlacementError                 a leaf that fits no placement rule, or a rule that does not fit its leaf
     │   ├── LeafError                      a tensor that the plan was not made for, or that can't be packed
     │   └── DeviceError                    a tensor on a device that this packer does not serve
-    ├── ClosedError                        the packer, or the snapshot, was closed or released before
+    ├── ClosedError                        the packer, fetcher or snapshot was closed or released before
     └── UnavailableError                   a backend that was asked for by name can't run here
 """
 
@@ -38,7 +38,7 @@ class DeviceError(InputError):
 
 
 class ClosedError(SpanpackError, RuntimeError):
-    """The packer, or the snapshot, was closed or released before."""
+    """The packer, fetcher or snapshot was closed or released before."""
 
 
 class UnavailableError(SpanpackError, RuntimeError):

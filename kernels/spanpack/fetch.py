@@ -73,6 +73,8 @@ class Fetcher:
         ------
         LeafError
             The tensor is none of that kind.
+        ClosedError
+            The fetcher was closed.
         """
         runtime = self._runtime
         if not _is_plain(source, runtime.device):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .config import LaunchConfig, choose_config
-from .errors import UnavailableError
+from .errors import LeafError, UnavailableError
 from .plan import Column, Plan, Route, Run
 from .stats import Fallbacks
 from .tiles import make_tiles
@@ -53,6 +53,7 @@ def _copy_runs(plan: Plan, runs: Sequence[Run], leaves: Sequence[Tensor], slab: 
                 target = targets[column_index] = _column_of(slab, plan.columns[column_index])
             source = sources.get(leaf)
             if source is None:
+                check_memory(leaves, (leaf,))
                 source = sources[leaf] = _plain(leaves[leaf])
             source = source.reshape(1) if source.dim() == 0 else source[start : start + rows]
             target[first_row : first_row + rows].copy_(source)
@@ -97,7 +98,7 @@ def gather_triton(plan: Plan, leaves: Sequence[Tensor], slab: Tensor, config: La
     config = config or choose_config(plan.device_bytes, len(plan.segments))
     read = stage(plan, leaves)
     tiles = torch.from_numpy(make_tiles(plan.segments, config.tile_bytes)).to(slab.device)
-    known = set(plan.kernel_leaves)  # sparse leaves have no address
+    known = set(plan.use.kernel)  # sparse leaves have no address
     addresses = [leaf.data_ptr() if index in known else 0 for index, leaf in enumerate(read)]
     table = torch.tensor(addresses, dtype=torch.int64, device=slab.device)
     kernel = _kernel()
@@ -106,10 +107,22 @@ def gather_triton(plan: Plan, leaves: Sequence[Tensor], slab: Tensor, config: La
 
 def stage(plan: Plan, leaves: Sequence[Tensor]) -> list[Tensor]:
     """The leaves as the kernel may read them: those that are not contiguous within their rows, copied."""
+    check_memory(leaves, plan.use.kernel)
     read = [leaf.detach() for leaf in leaves]
-    for index in plan.staged_leaves:
+    for index in plan.use.staged:
         read[index] = _plain(read[index]).contiguous()
     return read
+
+
+def check_memory(leaves: Sequence[Tensor], indices: Sequence[int]) -> None:
+    """Raise a LeafError for a leaf that looks like any other but has nothing that could be read."""
+    for index in indices:
+        leaf = leaves[index]
+        if leaf.numel() and not leaf.data_ptr():
+            raise LeafError(
+                f"leaf {index}, a {type(leaf).__name__}, has no memory of its own: its storage was freed, or it wraps "
+                "other tensors; pack it before it is freed, or pack the tensors that it wraps"
+            )
 
 
 _NARROW = {getattr(torch, f"{kind}{bits}", None) for kind in ("int", "uint") for bits in range(1, 8)}
@@ -155,10 +168,10 @@ class OpaqueCopy:
 
 def copy_opaque(plan: Plan, leaves: Sequence[Tensor], fallbacks: Fallbacks) -> dict[int, OpaqueCopy]:
     """Copies of the leaves that are moved as objects, by leaf; counted."""
-    if not plan.has_opaque:
+    if not plan.use.has_opaque:
         return {}
     fallbacks.note("opaque", "sparse and quantized leaves are copied one by one, as objects")
-    return {i: OpaqueCopy(leaves[i]) for i, route in enumerate(plan.routes) if route is Route.OPAQUE}
+    return {i: OpaqueCopy(leaves[i]) for i, route in enumerate(plan.use.routes) if route is Route.OPAQUE}
 
 
 def interpreted() -> bool:

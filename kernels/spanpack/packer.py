@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ._runtime import load_runtime
-from .backends import Backend, resolve_backend, resolve_device
+from .backends import Backend, check_stream, resolve_backend, resolve_device
 from .batch import Batch
 from .config import load_configs
 from .cuda import CudaEngine
@@ -31,7 +31,7 @@ from .gather import (
 )
 from .leaf_table import LeafTables
 from .packed_tree import PackedTree, TreeRecipe
-from .placement import Rules, lower
+from .placement import Rules, key_of, lower
 from .plan import Plan
 from .plan_cache import PlanCache
 from .planner import plan_columns
@@ -46,6 +46,9 @@ _MOST_TABLES = 16
 
 class Packer:
     """Packs payloads of one device. Safe to call from several threads.
+
+    Close it when it is not needed any more, or use it as a context manager: dropped without, its pinned memory stays
+    until the garbage collector comes by.
 
     Memory, and what happens when it runs out:
 
@@ -90,9 +93,9 @@ class Packer:
     UnavailableError
         The backend was named and can't run here.
     DeviceError
-        The device can't be served.
+        The device can't be served, or `copy_stream` is not one of it.
     InputError
-        There is no such transport.
+        There is no such transport, or a limit is no such number.
 
     Examples
     --------
@@ -116,12 +119,15 @@ class Packer:
     ) -> None:
         if transport not in ("auto", "copy"):
             raise InputError(f"transport {transport!r}; choose 'auto' or 'copy'")
-        if pinned_budget_bytes < 0 or slabs_per_class < 1:
-            raise InputError(
-                f"pinned_budget_bytes={pinned_budget_bytes}, slabs_per_class={slabs_per_class}; "
-                "expected at least 0 bytes and 1 slab"
-            )
+        limits = {"pinned_budget_bytes": (pinned_budget_bytes, 0), "slabs_per_class": (slabs_per_class, 1)}
+        for name, (given, least) in limits.items():
+            if not isinstance(given, (int, np.integer)) or given < least:
+                raise InputError(f"{name}={given!r}; give an integer of at least {least}")
         self.device = resolve_device(device)
+        if copy_stream is not None:
+            if self.device.type == "cpu":
+                raise DeviceError("copies to the host need a GPU, this packer serves cpu; leave copy_stream out")
+            check_stream(copy_stream, self.device, "copy_stream")
         self._fallbacks = Fallbacks()
         self._use_triton = resolve_backend(backend, self.device, self._fallbacks)
         self._pool = HostPool(pinned_budget_bytes, slabs_per_class)
@@ -186,18 +192,23 @@ class Packer:
 
         Raises
         ------
+        InputError
+            `batch` is no `Batch`, or `rules` are neither a mapping to rules nor a function.
         PlacementError
             A leaf that fits no rule, a rule that does not fit its leaf, or one for a path where there is no leaf.
         LeafError
-            A leaf that is no bytes in memory: nested, of a dtype narrower than a byte, or a wrapper.
+            A leaf that is no bytes in memory: nested, of a dtype narrower than a byte, a wrapper, or freed.
         DeviceError
             A leaf, or the stream, is on a device that this packer does not serve.
         ClosedError
             The packer was closed.
+        torch.cuda.OutOfMemoryError
+            Leaves that are strided within their rows, or lazily conjugated or negated, are made contiguous on the
+            device first: that takes as much device memory as they have bytes, and there was not that much.
         """
         if not isinstance(batch, Batch):
             raise InputError(f"batch is a {type(batch).__name__}; give a spanpack.Batch")
-        key = (batch.spans, None if rules is None or callable(rules) else _key_of(rules))
+        key = (batch.spans, None if rules is None or callable(rules) else key_of(rules))
         seen = self._recipes.look(payload, key)
         recipe = None if callable(rules) else seen.entry
         if recipe is None:
@@ -237,20 +248,22 @@ class Packer:
         Raises
         ------
         LeafError
-            The leaves differ from the plan's in number, dtype, shape, strides or device.
+            The leaves differ from the plan's in number, dtype, shape, strides or device, or one has no memory.
         DeviceError
             A leaf, or the stream, is on a device that this packer does not serve.
         ClosedError
             The packer was closed.
+        torch.cuda.OutOfMemoryError
+            See `pack`.
         """
-        if stream is not None or after is not None:
-            with self._behind(plan, leaves, stream, after):
-                return self.run(plan, leaves, validate=validate)
         if validate and not (plan.signature.matches(leaves) or plan.signature.admits(leaves)):
             raise LeafError(
-                f"these {len(leaves)} leaves differ from those of the plan ({len(plan.routes)}) in number, dtype, "
+                f"these {len(leaves)} leaves differ from those of the plan ({len(plan.use.routes)}) in number, dtype, "
                 "shape, strides or device; make a plan for them"
             )
+        if stream is not None or after is not None:
+            with self._behind(plan, leaves, stream, after):
+                return self.run(plan, leaves, validate=False)
         with self._lock:
             if plan.device_type == self._device_type and plan.device_bytes:
                 snapshot = self._engine.run(plan, leaves)  # type: ignore[union-attr] # there is one, see _device_type
@@ -261,12 +274,22 @@ class Packer:
         return snapshot
 
     def reserve(self, nbytes: int, slabs: int = 2) -> None:
-        """Allocate pinned and device slabs for packs of up to `nbytes` now: pinning 100 MB takes 80 ms.
+        """Allocate pinned and device slabs now, so that no pack has to: pinning 100 MB takes 80 ms.
+
+        Parameters
+        ----------
+        nbytes
+            Of the largest pack, alignment gaps included.
+        slabs
+            How many packs of that size are in flight, or held by their views, at a time. Pinned slabs end at the
+            packer's limits, device slabs at four.
 
         Raises
         ------
         ClosedError
             The packer was closed.
+        torch.cuda.OutOfMemoryError
+            There is not that much device memory. What could be allocated stays.
         """
         with self._lock:
             self._check_open()
@@ -318,7 +341,11 @@ class Packer:
         )
 
     def close(self) -> None:
-        """Wait for the copies in flight and drop all memory; views that exist stay valid. Harmless when repeated."""
+        """Wait for the copies in flight and drop all memory; views that exist stay valid. Harmless when repeated.
+
+        Not to be called from a signal handler or a destructor, which may run inside a pack of the same thread: it would
+        wait for that pack's lock, and the pack for it.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -364,22 +391,24 @@ class Packer:
         """Make `stream` the current one, and let what comes wait for `after`."""
         if self._engine is None:
             raise DeviceError(f"streams and events are a GPU's, this packer serves {self.device}; leave them out")
-        if stream is not None and getattr(stream, "device", None) != self.device:
-            raise DeviceError(
-                f"stream {stream!r}, but this packer serves {self.device}; "
-                f"give a torch.cuda.Stream(device={str(self.device)!r})"
-            )
+        if stream is not None:
+            check_stream(stream, self.device, "stream")
         if after is not None and not hasattr(after, "cuda_event"):
             raise InputError(f"after is a {type(after).__name__}; give a torch.cuda.Event that was recorded")
         runtime = self._engine.runtime
         with nullcontext() if stream is None else runtime.on(stream):
             if after is not None:
                 runtime.stream_wait(runtime.current_stream(), after)
+            # The stream may be another than the one that the leaves were allocated on.
+            read = [] if stream is None else [leaves[index] for index in plan.use.kernel]
             try:
                 yield
-            finally:
-                if stream is not None:  # which may be another than the one that the leaves were allocated on
-                    runtime.hold(*(leaves[index] for index in plan.kernel_leaves))
+            except BaseException:  # what was queued may still read them
+                for leaf in read:
+                    with suppress(Exception):  # which would hide the error, perhaps about this very leaf
+                        runtime.hold(leaf)
+                raise
+            runtime.hold(*read)
 
     def _run_on_host(self, plan: Plan, leaves: Sequence[Tensor]) -> Snapshot:
         """A plan that nothing on a device is gathered for."""
@@ -397,15 +426,3 @@ class Packer:
             gather_torch(plan, leaves, slab)
         opaque = copy_opaque(plan, leaves, self._fallbacks)
         return Snapshot(plan, array.data, rest=Rest(None, opaque) if opaque else None)
-
-
-def _key_of(rules: Rules) -> Hashable:
-    """What tells mappings of rules apart."""
-    try:
-        key = tuple(rules.items())  # type: ignore[union-attr]  # if it is no mapping, that is the error
-        hash(key)
-    except (AttributeError, TypeError) as error:
-        raise InputError(
-            f"rules are {rules!r:.80}; give a mapping from path to Placement or RowMap, or a function"
-        ) from error
-    return key

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .batch import Spans
 from .columns import ColumnSpec
-from .errors import PlacementError
+from .errors import InputError, PlacementError
 from .tree import Node
 
 
@@ -64,6 +64,24 @@ _MOST_PATHS = 50  # named in an error message
 
 Rule = Placement | RowMap
 Rules = Mapping[str, Rule] | Callable[[str], Rule | None]
+
+
+def key_of(rules: Mapping[str, Rule]) -> Hashable:
+    """What tells mappings of rules apart.
+
+    Raises
+    ------
+    InputError
+        It is no mapping, or not one to rules.
+    """
+    try:
+        key = tuple(rules.items())
+        hash(key)
+    except (AttributeError, TypeError) as error:
+        raise InputError(
+            f"rules are {rules!r:.80}; give a mapping from path to Placement or RowMap, or a function"
+        ) from error
+    return key
 
 
 @dataclass(frozen=True, eq=False, slots=True)

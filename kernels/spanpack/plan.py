@@ -112,16 +112,8 @@ class Plan:
         slab, length, bytes of a row, bytes from a row to the next. The last two are 0 where the source is one run.
     specs
         For each column, the specs whose pieces it holds one after another.
-    routes
-        For each leaf, how it gets into the slab; None for a leaf that no column uses.
-    kernel_leaves
-        Leaves whose address the gather needs, in order.
-    staged_leaves
-        Leaves that are made contiguous on the device before the gather.
-    has_opaque
-        Whether some leaves are moved as objects.
-    reads_every_leaf
-        Whether the addresses of all leaves, as given, are what the gather needs.
+    use
+        How the leaves get into the slab.
     device_type
         Type of the device whose leaves are gathered, e.g. ``"cuda"``; ``"cpu"`` if all leaves are on the CPU.
     device_bytes
@@ -137,11 +129,7 @@ class Plan:
     columns: tuple[Column, ...]
     segments: Int64Array  # [num_segments, 6]
     specs: tuple[Sequence[ColumnSpec], ...]
-    routes: tuple[Route | None, ...]
-    kernel_leaves: tuple[int, ...]
-    staged_leaves: tuple[int, ...]
-    has_opaque: bool
-    reads_every_leaf: bool
+    use: LeafUse
     device_type: str
     device_bytes: int
     slab_bytes: int
@@ -150,7 +138,7 @@ class Plan:
 
     def __repr__(self) -> str:
         return (
-            f"Plan({len(self.columns)} columns from {len(self.routes)} leaves on {self.device_type}: "
+            f"Plan({len(self.columns)} columns from {len(self.use.routes)} leaves on {self.device_type}: "
             f"{len(self.segments)} segments, {self.payload_bytes} bytes)"
         )
 
@@ -167,7 +155,7 @@ class Plan:
     def _runs(self, *, host: bool) -> tuple[Run, ...]:
         runs: list[Run] = []
         for index, (specs, column) in enumerate(zip(self.specs, self.columns, strict=True)):
-            on_host = self.routes[specs[0].first_leaf] is Route.HOST
+            on_host = self.use.routes[specs[0].first_leaf] is Route.HOST
             if column.opaque is not None or not column.nbytes or on_host != host:
                 continue
             first_row = 0

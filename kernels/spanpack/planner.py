@@ -42,7 +42,8 @@ def make_plan(leaves: Sequence[Tensor], columns: Sequence[ColumnSpec], device_ty
     Raises
     ------
     PlacementError
-        A piece lies outside its leaf, or the leaves of a column differ in dtype or row shape.
+        A piece lies outside its leaf, the leaves of a column differ in dtype or row shape, or its arrays differ in
+        length or are none of integers.
     LeafError
         A leaf that can only be moved whole (sparse, quantized) is asked for in part.
     """
@@ -67,13 +68,14 @@ def _detached(columns: Sequence[ColumnSpec]) -> list[ColumnSpec]:
     found = []
     for index, column in enumerate(columns):
         starts, rows = own(index, column.starts), own(index, column.rows)
-        leaves = column.leaves if isinstance(column.leaves, (int, np.integer)) else own(index, column.leaves)
-        leaves = leaves if isinstance(leaves, np.ndarray) else int(leaves)
-        lengths = {len(starts), len(rows), *(() if isinstance(leaves, int) else (len(leaves),))}
-        if len(lengths) > 1:
-            raise PlacementError(f"column {index} has {len(starts)} starts but {len(rows)} rows; give one per piece")
-        facts = column.facts
-        found.append(ColumnSpec(leaves, starts, rows, column.scalar, facts))
+        one_leaf = isinstance(column.leaves, (int, np.integer))
+        leaves = int(column.leaves) if one_leaf else own(index, column.leaves)
+        counts = [len(starts), len(rows), *([] if isinstance(leaves, int) else [len(leaves)])]
+        if len(set(counts)) > 1:
+            names = ("starts", "rows", "leaves")[: len(counts)]
+            given = ", ".join(f"{count} {name}" for count, name in zip(counts, names, strict=True))
+            raise PlacementError(f"column {index} has {given}; give one of each per piece")
+        found.append(ColumnSpec(leaves, starts, rows, column.scalar, column.facts))
     return found
 
 
@@ -124,17 +126,12 @@ class _Planner:
                     end = _align(end + column.nbytes)
             if not on_host:
                 device_bytes = end
-        use = table.use(frozenset(self.used))
         columns = tuple([placed[index] for index in range(len(contents))])
         return Plan(
             columns=columns,
             segments=_segments(self.parts, table.row_strides),
             specs=tuple(self.columns),
-            routes=use.routes,
-            kernel_leaves=use.kernel,
-            staged_leaves=use.staged,
-            has_opaque=use.has_opaque,
-            reads_every_leaf=use.reads_every_leaf,
+            use=table.use(frozenset(self.used)),
             device_type=table.device_type,
             device_bytes=device_bytes,
             slab_bytes=end,

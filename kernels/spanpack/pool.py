@@ -64,7 +64,10 @@ class Shelf:
         """A slab that neither a view nor a copy uses, if there is one."""
         returned, idle = self.returned, self.idle
         while returned:
-            slab = returned.popleft().slab
+            watch = returned.popleft()
+            slab = watch.slab
+            if slab._watch is not watch:
+                continue  # it was brought back before this reached us
             flight = slab.flight
             if flight is None or flight.done or flight.is_done():
                 return slab
@@ -79,7 +82,9 @@ class Shelf:
     def collect(self) -> None:
         """Bring the returned slabs to the others that nobody holds."""
         while self.returned:
-            self.idle.append(self.returned.popleft().slab)
+            watch = self.returned.popleft()
+            if watch.slab._watch is watch:  # else it was brought back before
+                self.idle.append(watch.slab)
 
     def unheld(self) -> int:
         """How many slabs nobody holds."""
@@ -118,7 +123,6 @@ class HostSlab:
 
     def __init__(self, shelf: Shelf, *, pin: bool) -> None:
         self.flight: Flight | None = None
-        _free_landed_orphans()
         self.shelf = shelf
         self.capacity = shelf.capacity
         tensor = torch.empty(self.capacity, dtype=torch.uint8, pin_memory=pin)
@@ -148,6 +152,10 @@ class HostSlab:
         """Forget the lease, which knows this slab in turn: the memory then goes without the garbage collector."""
         self._watch = None
 
+    def is_leased(self) -> bool:
+        """Whether a lease of it lives."""
+        return self._watch is not None and self._watch() is not None
+
     def crowded(self) -> bool:
         """Whether so many slabs of this size are out that views should be copied out of this one."""
         return self.shelf.is_crowded()
@@ -159,7 +167,7 @@ class HostSlab:
 
     def __del__(self) -> None:
         """Where the pool was dropped rather than closed, hold the memory back until no copy uses it."""
-        flight = self.flight
+        flight = getattr(self, "flight", None)  # an interrupt may have come before it was made
         if flight is not None and not flight.done:
             _orphans.append((flight, self.array))
 
@@ -190,7 +198,7 @@ class HostPool:
         Most slabs of one size. Past half of it, snapshots copy their views out instead of keeping a slab, so that
         pinned memory stays bounded however long consumers keep their payloads.
     pin
-        False for ordinary memory: the pool of a packer without a GPU.
+        Whether the memory is pinned; ordinary memory serves where no GPU copies into it.
     """
 
     RETRY_AFTER = 1000
@@ -222,11 +230,10 @@ class HostPool:
     def acquire(self, nbytes: int) -> HostSlab | None:
         """An idle slab of at least `nbytes`, or None where the budget or the system refuses one."""
         shelf = self.shelf(nbytes)
-        return shelf.take() or self._grow(shelf)
-
-    def give_back(self, slab: HostSlab) -> None:
-        """Return a slab that was not leased."""
-        slab.shelf.idle.append(slab)
+        slab = shelf.take() or self._grow(shelf)
+        if slab is None and self._bring_back_lost():
+            slab = shelf.take() or self._grow(shelf)
+        return slab
 
     def reserve(self, nbytes: int, slabs: int) -> None:
         """Allocate ahead, so that later no `acquire` has to."""
@@ -244,6 +251,7 @@ class HostPool:
 
     def close(self) -> None:
         """Wait for the copies in flight and drop idle slabs; slabs that views hold go when the views do."""
+        self._bring_back_lost()
         for slab in tuple(self._slabs):
             if slab.flight is not None:
                 slab.flight.wait()
@@ -259,6 +267,7 @@ class HostPool:
             return None
         if self.pinned_bytes + size > self.budget_bytes and not self._trim(shelf):
             return None
+        _free_landed_orphans()  # not within: what a broken device raises is no refusal
         try:
             slab = HostSlab(shelf, pin=self.pin)
         except RuntimeError as error:  # locked-memory limits of the system or the container
@@ -272,6 +281,21 @@ class HostPool:
         self.pinned_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.pinned_bytes)
         return slab
+
+    def _bring_back_lost(self) -> bool:
+        """Put slabs on their shelf that were taken and never leased, as an interrupt leaves them; whether any was.
+
+        Whoever calls this holds no slab that is not leased.
+        """
+        unleased = [slab for slab in tuple(self._slabs) if not slab.is_leased()]
+        for shelf in self._shelves.values():  # after looking, so that leases that have died since are seen here
+            shelf.collect()
+        idle = {slab for shelf in self._shelves.values() for slab in shelf.idle}
+        lost = [slab for slab in unleased if slab not in idle]
+        for slab in lost:
+            slab.unwatch()  # should the watch of its last lease still be on its way, it comes too late
+            slab.shelf.idle.append(slab)
+        return bool(lost)
 
     def _is_refused(self, size: int) -> bool:
         """Whether the system's last refusal still stands for slabs of this size."""

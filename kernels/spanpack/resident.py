@@ -75,7 +75,7 @@ class Resident:
         direct: bool,
     ) -> None:
         tiles = make_tiles(plan.segments, config.tile_bytes)
-        leaves = len(plan.routes)
+        leaves = len(plan.use.routes)
         head = (leaves + 1) // 2 * 2  # keeps the tiles aligned to 16 bytes
         self.buffer = runtime.empty(8 * (head + tiles.size))
         self.buffer_address = self.buffer.data_ptr()
@@ -87,8 +87,8 @@ class Resident:
         self.shelf = pool.shelf(plan.slab_bytes)
         self.staging_shelf = staging.shelf(8 * leaves)
         self.direct = direct
-        self.reads_every_leaf = plan.reads_every_leaf
-        self.has_extras = bool(plan.staged_leaves or plan.host_runs or plan.has_opaque)
+        self.reads_every_leaf = plan.use.reads_every_leaf
+        self.has_extras = bool(plan.use.staged or plan.host_runs or plan.use.has_opaque)
         self._plan = plan
         self._pack = struct.Struct(f"{leaves}q").pack_into
         self._upload: np.ndarray[Any, np.dtype[np.int64]] | None = np.concatenate(
@@ -99,12 +99,12 @@ class Resident:
         """What the gather has to know of the leaves."""
         return tuple(
             leaf.data_ptr() if route in (Route.KERNEL, Route.STAGED) else 0
-            for leaf, route in zip(leaves, self._plan.routes, strict=True)
+            for leaf, route in zip(leaves, self._plan.use.routes, strict=True)
         )
 
     def upload_bytes(self) -> int:
         """How much the device lacks: all of it at first, later new addresses."""
-        return 8 * len(self._plan.routes) if self._upload is None else self._upload.nbytes
+        return 8 * len(self._plan.use.routes) if self._upload is None else self._upload.nbytes
 
     def write(self, staging: memoryview, addresses: tuple[int, ...]) -> None:
         """Put what the device lacks, `upload_bytes` of it, into `staging`."""

@@ -41,7 +41,8 @@ class DeviceRing:
     """A few device slabs, reused in turn.
 
     A slab whose copy has landed is free. When none is, up to `max_slabs` are allocated within `budget_bytes`; past
-    that the producing stream waits for the oldest copy. The host never waits.
+    that the producing stream waits for the oldest copy. The host never waits. A pack for which all slabs are too small
+    gets one beyond the budget only where dropping the free ones is not enough.
     """
 
     def __init__(self, runtime: TorchRuntime, *, max_slabs: int = 4, budget_bytes: int = 1 << 30) -> None:
@@ -86,7 +87,10 @@ class DeviceRing:
             if oldest is None or slab.turn < oldest.turn:
                 oldest = slab
         size = slab_class(nbytes)
-        if oldest is None or self._has_room(nbytes, size):
+        if oldest is None:  # all are too small
+            self._make_room(size)
+            return self._allocate(size, stream)
+        if self._has_room(nbytes, size):
             return self._allocate(size, stream)
         assert oldest.flight is not None
         self._runtime.stream_wait(stream, oldest.flight.landed)
@@ -100,16 +104,26 @@ class DeviceRing:
         smallest = min(slab.capacity for slab in self._slabs)
         return smallest < nbytes and self.nbytes - smallest + size <= self._budget_bytes
 
+    def _make_room(self, size: int) -> None:
+        """Drop slabs that no copy uses, the smallest first, until one more keeps to the budget."""
+        for slab in sorted(self._slabs, key=lambda slab: slab.capacity):
+            if self.nbytes + size <= self._budget_bytes:
+                return
+            if slab.flight is None or slab.flight.is_done():
+                self._drop(slab)
+
+    def _drop(self, slab: DeviceSlab) -> None:
+        self._slabs.remove(slab)
+        self.nbytes -= slab.capacity
+        slab.retire()
+
     def _allocate(self, size: int, stream: int) -> DeviceSlab:
         """A new slab; at the limit it takes the place of the smallest, which is too small for this pack."""
         slab = DeviceSlab(size, self._runtime)
         slab.flight = Flight(Events.make(self._runtime.make_event))
         self._runtime.mark_landed(slab.flight, stream)  # another stream may write it once it is zeroed
         if len(self._slabs) >= self._max_slabs:
-            smallest = min(self._slabs, key=lambda old: old.capacity)
-            self._slabs.remove(smallest)
-            self.nbytes -= smallest.capacity
-            smallest.retire()
+            self._drop(min(self._slabs, key=lambda old: old.capacity))
         self._slabs.append(slab)
         self.nbytes += size
         self.allocations += 1

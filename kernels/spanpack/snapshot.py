@@ -113,6 +113,11 @@ class Snapshot:
     def column(self, index: int) -> Tensor:
         """One column as a tensor on the host; waits for the bytes.
 
+        Parameters
+        ----------
+        index
+            Which one, as in ``plan.columns``.
+
         Returns
         -------
         Tensor
@@ -126,13 +131,13 @@ class Snapshot:
         """
         self.wait()
         column = self._plan.columns[index]
+        lease = self._bytes()
         if column.opaque is not None:
-            self._bytes()  # raises after release()
             return self._opaque[column.opaque]
         if not column.nbytes:
             return torch.empty(column.shape, dtype=column.dtype, device="cpu")
         count = column.nbytes // column.dtype.itemsize
-        flat = torch.frombuffer(self._bytes(), dtype=column.dtype, count=count, offset=column.offset_bytes)
+        flat = torch.frombuffer(lease, dtype=column.dtype, count=count, offset=column.offset_bytes)
         return flat.view(column.shape)
 
     def split(self, index: int) -> tuple[Tensor, ...]:
@@ -140,6 +145,21 @@ class Snapshot:
 
         Zero-copy: the pieces share the column's storage, which keeps the slab from being used again. While too many
         slabs are kept that way, each piece is copied into memory of its own instead, all of them by one call.
+
+        Parameters
+        ----------
+        index
+            Which column, as in ``plan.columns``.
+
+        Returns
+        -------
+        tuple of Tensor
+            ``[rows of the piece, *row_shape]`` each, 0-dimensional for 0-dimensional leaves.
+
+        Raises
+        ------
+        ClosedError
+            The snapshot was released before.
         """
         column = self._plan.columns[index]
         whole = self.column(index)
@@ -155,6 +175,21 @@ class Snapshot:
 
         Costs about twice as much as `split`. Pickling, `torch.save` and `share_memory_` of such a piece move its own
         bytes only, where a piece of `split` drags the whole column along.
+
+        Parameters
+        ----------
+        index
+            Which column, as in ``plan.columns``.
+
+        Returns
+        -------
+        list of Tensor
+            As from `split`.
+
+        Raises
+        ------
+        ClosedError
+            The snapshot was released before.
         """
         self.wait()
         column = self._plan.columns[index]

@@ -123,10 +123,24 @@ def _copy_value(value: Any) -> Any:
 
 
 def unflatten(spec: TreeSpec, leaves: Sequence[Any], values: Sequence[Any]) -> Any:
-    """Build a tree from a spec; `leaves` and `values` in walking order.
+    """Build a tree from a spec: the reverse of `flatten`.
 
     Mappings that are not dicts come back as dicts. Values are copied again, so that every tree built from one spec
     owns its lists.
+
+    Parameters
+    ----------
+    spec
+        From `flatten`.
+    leaves
+        What to put where the tensors were, in walking order.
+    values
+        Likewise for the plain values.
+
+    Returns
+    -------
+    Any
+        The tree.
     """
     return _build(iter(spec), iter(leaves), iter(values))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spanpack import Batch, ColumnSpec, Packer, cuda, make_plan
+from spanpack import Batch, ColumnSpec, LeafError, Packer, cuda, make_plan
 from spanpack.late import MOST_WAITING
 from spanpack.self_test import self_test
 from tests.support.compare import assert_same
@@ -38,6 +38,19 @@ def test_gaps_between_columns_reach_the_host_as_zeros(packer: Packer) -> None:
     snapshot.wait()
     expected = torch.tensor([7] * 3 + [0] * 13 + [7] * 5 + [0] * 11, dtype=torch.uint8)
     assert_same(torch.frombuffer(snapshot._bytes(), dtype=torch.uint8), expected)
+
+
+def test_a_leaf_that_was_freed_is_an_error_and_no_wild_read(packer: Packer) -> None:
+    leaf = torch.arange(4, device="cuda")
+    packer.pack({"x": leaf}, BATCH).wait()
+    launches = packer.stats().launches
+    freed = leaf.clone()
+    freed.untyped_storage().resize_(0)
+    for _ in range(2):
+        with pytest.raises(LeafError, match="leaf 0, a Tensor, has no memory of its own"):
+            packer.pack({"x": freed}, BATCH)
+    assert packer.stats().launches == launches
+    assert packer.pack({"x": leaf}, BATCH).views()["b"]["x"].tolist() == [3]
 
 
 def test_a_direct_store_that_does_not_work_is_turned_off(

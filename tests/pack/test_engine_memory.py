@@ -175,13 +175,13 @@ def test_dropped_without_being_closed_memory_outlives_the_copies_that_use_it(rig
     rig.pool, rig.engine = Rig().pool, Rig().engine
     slabs.clear()
     gc.collect()
-    pool.HostSlab(rig.pool.shelf(1), pin=False)
+    rig.pool.acquire(1)
     assert len(memory) == 2
     assert all(array() is not None for array in memory)
     device.unblock(1)
     device.unblock(SIDE)
     device.run()
-    pool.HostSlab(rig.pool.shelf(1), pin=False)  # making a slab lets go of what has landed
+    rig.pool.acquire(1)  # making a slab lets go of what has landed
     assert all(array() is None for array in memory)
 
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from spanpack import ColumnSpec, LeafError, cuda, gather, make_plan
+from spanpack import ColumnSpec, cuda, gather, make_plan
 from spanpack.config import ConfigTable
 from tests.support import fake_device
 from tests.support.compare import assert_same
@@ -349,27 +349,6 @@ def test_reserved_slabs_are_filled_before_another_stream_may_use_them(rig: Rig) 
     rig.device.unblock(SIDE)
     assert_same(snapshot.column(0), leaf)
     assert rig.engine.ring.allocations == 2
-
-
-class _Wrapper(torch.Tensor):
-    """A tensor without memory of its own, as quantisation libraries make them."""
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> _Wrapper:
-        wrapper: _Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
-        return wrapper
-
-    @classmethod
-    def __torch_dispatch__(cls, function: object, *_: object) -> None:
-        raise NotImplementedError(function)
-
-
-def test_a_tensor_without_memory_is_an_error_rather_than_a_wild_read(rig: Rig) -> None:
-    leaf = _Wrapper(numbers(1))
-    with pytest.raises(LeafError, match="leaf 0, a _Wrapper, has no memory of its own"):
-        rig.pack(leaf)
-    assert rig.device.launches == 0
-    assert rig.pool.in_use == 0
 
 
 def test_several_threads_wait_for_one_snapshot(rig: Rig) -> None:

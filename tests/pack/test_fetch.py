@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from spanpack import Fetcher, LeafError
+from spanpack import ClosedError, Fetcher, LeafError
 from spanpack import fetch as fetch_module
 from tests.support.compare import assert_same
 from tests.support.fake_device import FakeDevice
@@ -96,6 +96,29 @@ def test_what_it_can_not_copy_is_refused(device: FakeDevice, source: torch.Tenso
     assert device.copies == 0
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:.*quantize.*", "ignore:.*nested tensors.*")
+@pytest.mark.parametrize(
+    ("make_source", "given"),
+    [
+        (lambda: torch.tensor([1 + 2j, 3 - 1j]).conj(), r"complex64\[2\].*lazily conjugated or negated"),
+        (lambda: torch._neg_view(torch.tensor([1.0, 2.0])), r"float32\[2\].*lazily conjugated or negated"),
+        (lambda: torch.eye(3).to_sparse(), r"float32\[3, 3\] on cpu"),
+        (lambda: torch.eye(3).to_sparse_csr(), r"float32\[3, 3\] on cpu"),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8), r"quint8\[3\]"),
+        (lambda: torch._efficientzerotensor(3), r"float32\[3\]"),
+        (lambda: [1], "a list"),
+        (lambda: None, "a NoneType"),
+    ],
+    ids=["conjugated", "negated", "sparse", "sparse rows", "quantized", "zeros without memory", "list", "none"],
+)
+def test_what_is_more_or_less_than_its_memory_is_refused(device: FakeDevice, make_source: Any, given: str) -> None:
+    fetcher = make()
+    with pytest.raises(LeafError, match=f"given {given}.*neither sparse nor quantized, and with conjugation"):
+        fetcher.fetch(make_source())
+    assert device.copies == 0
+    assert fetcher.pinned_bytes == 0
+
+
 def test_a_failing_copy_leaves_it_usable(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     fetcher = make(slabs=1)
 
@@ -119,3 +142,11 @@ def test_closing_waits_for_what_is_in_flight(device: FakeDevice) -> None:
     fetcher.close()
     assert fetched.tensor.item() == 5
     assert device.host_waits == 1
+
+
+def test_a_closed_one_pins_no_more_memory(device: FakeDevice) -> None:
+    fetcher = make()
+    fetcher.close()
+    with pytest.raises(ClosedError, match="this fetcher was closed; make a new one"):
+        fetcher.fetch(SOURCES[1])
+    assert (fetcher.pinned_bytes, device.copies) == (0, 0)

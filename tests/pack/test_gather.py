@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spanpack import ColumnSpec, Packer, Plan, gather_torch, gather_triton, make_plan
 from spanpack.config import DEFAULT_CONFIGS, LaunchConfig
-from tests.support.compare import assert_slab, poisoned
+from tests.support.compare import assert_same, assert_slab, poisoned
 from tests.support.leaves import DTYPES, LeafRecipe, layouts_of
 
 OFFSETS = (0, 1, 3, 5, 7, 8, 15)  # each alignment class of 16-, 8-, 4- and 1-byte lanes, and odd ones
@@ -120,6 +120,23 @@ def test_gathering_leaves_the_sources_as_they_are(kernel_device: str) -> None:
     slab = poisoned(leaf.nbytes, kernel_device)
     gather_triton(make_plan([leaf], [ColumnSpec.whole(0, leaf)]), [leaf], slab)
     assert torch.equal(leaf.view(torch.int32), before.view(torch.int32))
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize.*")
+def test_beside_leaves_that_are_moved_as_objects(kernel_device: str) -> None:
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+    leaves = [torch.eye(4, device=kernel_device).to_sparse(), numbered(50, kernel_device), quantized.to(kernel_device)]
+    plan = make_plan(leaves, [ColumnSpec.whole(i, leaf) for i, leaf in enumerate(leaves)])
+    slab = poisoned(plan.device_bytes + GUARD_BYTES, kernel_device)
+    gather_triton(plan, leaves, slab)
+    empty = torch.empty(0, dtype=torch.uint8)
+    assert_slab(slab, plan, [empty, leaves[1], empty])
+    packer = Packer(kernel_device, backend="triton")
+    found = packer.run(plan, leaves)
+    assert_same(found.column(0), torch.eye(4).to_sparse())
+    assert_same(found.column(1), leaves[1].cpu())
+    assert_same(found.column(2), quantized)
+    assert packer.stats().launches == 1
 
 
 def test_rows_of_a_negated_leaf_are_those_of_the_whole() -> None:

@@ -129,14 +129,11 @@ class TestRefusal:
 
     def test_until_pinned_memory_was_given_up(self, asked: list[int]) -> None:
         pool = HostPool(2 * MIB, pin=False)
-        slabs = [pool.acquire(1) for _ in range(4)]
+        pool.reserve(1, slabs=4)
         for _ in range(5):
             assert pool.acquire(MIB) is None
         assert asked[4:] == [MIB]
-        for slab in slabs:
-            assert slab is not None
-            pool.give_back(slab)
-        pool._forget(slabs[0])  # type: ignore[arg-type] # as making room for another size does
+        pool._forget(pool.shelf(1).idle[0])  # as making room for another size does
         assert pool.refusal is None
         assert pool.acquire(MIB) is None
         assert asked[4:] == [MIB, MIB]
@@ -158,12 +155,20 @@ class TestRefusal:
 def test_crowding_is_counted_by_size() -> None:
     pool = HostPool(64 * MIB, slabs_per_class=4, pin=False)
     small, large = pool.shelf(1), pool.shelf(MIB)
-    slabs = [pool.acquire(1) for _ in range(2)]
+    leases: list[memoryview] = []
+
+    def lease() -> bool:
+        slab = pool.acquire(1)
+        if slab is not None:
+            leases.append(slab.lease(1))
+        return slab is not None
+
+    assert [lease(), lease()] == [True, True]
     assert not small.is_crowded()
-    slabs.append(pool.acquire(1))
+    assert lease()
     assert small.is_crowded()
     assert not large.is_crowded()
-    assert [slab is not None for slab in (*slabs, pool.acquire(1), pool.acquire(1))] == [True] * 4 + [False]
+    assert [lease(), lease()] == [True, False]
 
 
 def test_views_that_die_in_other_threads_give_their_slabs_back() -> None:
@@ -207,6 +212,84 @@ def test_slabs_held_at_closing_go_with_their_views() -> None:
     assert pool.pinned_bytes == 0
 
 
+class TestLostSlabs:
+    """Slabs that an interrupt from the keyboard kept from being leased, after they were taken."""
+
+    @pytest.fixture
+    def pool(self) -> HostPool:
+        return HostPool(3 * SMALLEST_SLAB_BYTES, slabs_per_class=2, pin=False)
+
+    @pytest.mark.parametrize("leased_before", [False, True], ids=["new", "used"])
+    def test_they_are_found_before_a_pack_goes_without(self, pool: HostPool, leased_before: bool) -> None:
+        lost = pool.acquire(1)
+        assert lost is not None
+        if leased_before:
+            lost.lease(1)
+            assert pool.acquire(1) is lost
+        other = pool.acquire(1)
+        assert other is not None
+        lease = other.lease(1)
+        assert pool.acquire(1) is lost
+        kept = lost.lease(1)
+        assert pool.acquire(1) is None  # both are held
+        assert pool.in_use == 2
+        del lease, kept
+        gc.collect()
+        assert pool.in_use == 0
+
+    def test_they_make_room_for_another_size(self, pool: HostPool) -> None:
+        assert pool.acquire(1) is not None
+        assert pool.acquire(1) is not None
+        assert pool.acquire(2 * SMALLEST_SLAB_BYTES) is not None
+        assert pool.pinned_bytes == 3 * SMALLEST_SLAB_BYTES
+
+    def test_a_copy_that_still_writes_them_is_awaited(self, pool: HostPool) -> None:
+        device = FakeDevice()
+        for _ in range(2):
+            slab = pool.acquire(1)
+            assert slab is not None
+            slab.flight = Flight(Events.make(device.make_event))  # type: ignore[arg-type]
+            device.mark_landed(slab.flight, stream=1)
+        assert pool.acquire(1) is None
+        device.run()
+        assert pool.acquire(1) is not None
+
+    def test_one_whose_lease_is_seen_to_die_too_late_is_not_handed_out_twice(self, pool: HostPool) -> None:
+        """As the garbage collector may have it, which clears all weak references before it calls what they call."""
+        first = pool.acquire(1)
+        assert first is not None
+        lease = first.lease(1)
+        watch = first._watch
+        del lease
+        first.shelf.returned.clear()
+        other = pool.acquire(1)
+        assert other is not None
+        kept = [other.lease(1)]
+        assert pool.acquire(1) is first
+        kept.append(first.lease(1))
+        first.shelf.returned.append(watch)  # type: ignore[arg-type]
+        assert pool.acquire(1) is None
+        first.shelf.returned.append(watch)  # type: ignore[arg-type]
+        first.shelf.collect()
+        assert not first.shelf.idle
+
+    def test_they_go_when_the_pool_is_closed(self, pool: HostPool) -> None:
+        assert pool.acquire(1) is not None
+        pool.close()
+        assert pool.pinned_bytes == 0
+
+
+def test_what_a_broken_device_raises_is_no_refusal_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("simulated")
+
+    monkeypatch.setattr(pool_module, "_free_landed_orphans", fail)
+    pool = HostPool(MIB, pin=False)
+    with pytest.raises(RuntimeError, match="simulated"):
+        pool.acquire(1)
+    assert pool.refusal is None
+
+
 class TestDeviceRing:
     """Device slabs."""
 
@@ -227,6 +310,43 @@ class TestDeviceRing:
 
     def test_one_pack_beyond_the_budget_is_served(self, ring: DeviceRing) -> None:
         assert ring.acquire(9 * MIB, stream=1).capacity == 16 * MIB
+
+    @pytest.mark.parametrize("max_slabs", [2, 3, 9], ids="at most {}".format)
+    def test_idle_slabs_that_are_too_small_make_room_within_the_budget(self, max_slabs: int) -> None:
+        device = FakeDevice()
+        ring = DeviceRing(device, max_slabs=max_slabs, budget_bytes=8 * MIB)  # type: ignore[arg-type]
+        for nbytes in (MIB, 2 * MIB, 4 * MIB, 8 * MIB):
+            assert ring.acquire(nbytes, stream=1).capacity == nbytes
+            device.run()
+            assert ring.nbytes <= 8 * MIB
+        assert ring.acquire(9 * MIB, stream=1).capacity == 16 * MIB
+        assert ring.nbytes == 16 * MIB  # alone
+
+    def test_no_more_idle_slabs_go_than_have_to(self, ring: DeviceRing) -> None:
+        for nbytes in (MIB, 4 * MIB):
+            ring.acquire(nbytes, stream=1)
+        ring._runtime.run()  # type: ignore[attr-defined]
+        ring._budget_bytes = 12 * MIB
+        ring.acquire(8 * MIB, stream=1)
+        assert sorted(slab.capacity for slab in ring._slabs) == [4 * MIB, 8 * MIB]
+
+    def test_slabs_in_use_stay_and_the_pack_is_served(self, ring: DeviceRing) -> None:
+        busy = ring.acquire(MIB, stream=1)
+        assert ring.acquire(8 * MIB, stream=1).capacity == 8 * MIB
+        assert busy.capacity == MIB
+        assert ring.nbytes == 9 * MIB
+
+    def test_large_packs_behind_many_small_ones_get_slabs_of_their_own(self) -> None:
+        device = FakeDevice()
+        ring = DeviceRing(device)  # type: ignore[arg-type]
+        for nbytes in [1] * 4 + [MIB] * 4:
+            slab = ring.acquire(nbytes, stream=1)
+            slab.flight = Flight(Events.make(device.make_event))  # type: ignore[arg-type]
+            device.mark_landed(slab.flight, stream=1)
+        assert [slab.capacity for slab in ring._slabs] == [MIB] * 4
+        assert ring.stream_waits == 0
+        ring.acquire(MIB, stream=1)
+        assert (ring.stream_waits, ring.nbytes) == (1, 4 * MIB)
 
     def test_reserving_ends_at_the_most_slabs(self, ring: DeviceRing) -> None:
         ring.reserve(MIB, slabs=10)

@@ -75,10 +75,44 @@ def test_devices_that_torch_does_not_know(device: Any) -> None:
         Packer(device)
 
 
-@pytest.mark.parametrize("options", [{"pinned_budget_bytes": -1}, {"slabs_per_class": 0}, {"transport": "x"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pinned_budget_bytes": -1},
+        {"pinned_budget_bytes": 1e9},
+        {"pinned_budget_bytes": "1 GiB"},
+        {"slabs_per_class": 0},
+        {"slabs_per_class": 2.0},
+        {"slabs_per_class": None},
+        {"transport": "x"},
+    ],
+    ids=str,
+)
 def test_options_that_mean_nothing(options: Any) -> None:
     with pytest.raises(InputError, match=next(iter(options))):
         Packer("cpu", **options)
+
+
+def test_integers_of_numpy_are_limits_too() -> None:
+    assert Packer("cpu", pinned_budget_bytes=np.int64(1 << 20), slabs_per_class=np.int32(2)).backend == "torch"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("batch", "rules", "message"),
+    [
+        ("b", None, r"batch is a str; give a spanpack\.Batch"),
+        (None, None, "batch is a NoneType"),
+        (Batch(["a"], [3]), [1], r"rules are \[1\]; give a mapping from path to Placement or RowMap, or a function"),
+        (Batch(["a"], [3]), {"x": [1]}, r"rules are \{'x': \[1\]\}; give a mapping"),
+    ],
+    ids=["text for a batch", "no batch", "list of rules", "list for a rule"],
+)
+def test_batches_and_rules_that_are_none(batch: Any, rules: Any, message: str) -> None:
+    packer, payload = Packer("cpu"), {"x": torch.arange(3)}
+    packer.pack(payload, Batch(["a"], [3]))
+    with pytest.raises(InputError, match=message):
+        packer.pack(payload, batch, rules)
+    assert packer.stats().packs == 1
 
 
 @dataclasses.dataclass
@@ -123,6 +157,18 @@ class _Wrapper(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: object, *_: object) -> None:
         raise NotImplementedError(function)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "negated"])
+def test_a_leaf_that_was_freed_after_its_plan_was_made(layout: str) -> None:
+    packer, batch = Packer("cpu"), Batch(["a"], [4])
+    views = {"contiguous": torch.clone, "transposed": torch.t, "negated": torch._neg_view}
+    leaf, freed = (views[layout](torch.ones(4, 4)) for _ in range(2))
+    packer.pack({"x": leaf}, batch)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(LeafError, match="leaf 0, a Tensor, has no memory of its own: its storage was freed, or it"):
+        packer.pack({"x": freed}, batch)
+    assert torch.equal(packer.pack({"x": leaf}, batch).views()["a"]["x"], leaf)
 
 
 def _nested(layout: torch.layout) -> torch.Tensor:

@@ -53,7 +53,7 @@ def test_row_strides_are_kept_where_rows_are_not_adjacent() -> None:
     leaf = torch.zeros(10, 8, dtype=torch.int16)[:, 1:4]
     plan = make_plan([leaf], [rows(0, [1, 7], [2, 1])])
     assert segments(plan) == [(0, 16, 0, 12, 6, 16), (0, 112, 12, 6, 0, 0)]  # one row alone is a run
-    assert plan.routes == (Route.KERNEL,)
+    assert plan.use.routes == (Route.KERNEL,)
 
 
 def test_several_leaves_in_one_column() -> None:
@@ -95,14 +95,14 @@ def test_copies_of_scalars_and_of_whole_leaves() -> None:
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:.*quantize.*")
 def test_how_a_leaf_gets_into_the_slab(make: Callable[[], Tensor], route: Route) -> None:
     leaf = make()
-    assert make_plan([leaf], [ColumnSpec.whole(0, leaf)]).routes == (route,)
+    assert make_plan([leaf], [ColumnSpec.whole(0, leaf)]).use.routes == (route,)
 
 
 def test_cpu_leaves_beside_device_leaves_stand_at_the_end_of_the_slab() -> None:
     leaves = [torch.zeros(3), torch.zeros(5, device="meta"), torch.zeros(7)]
     plan = make_plan(leaves, [ColumnSpec.whole(i, leaf) for i, leaf in enumerate(leaves)])
     assert plan.device_type == "meta"
-    assert plan.routes == (Route.HOST, Route.KERNEL, Route.HOST)
+    assert plan.use.routes == (Route.HOST, Route.KERNEL, Route.HOST)
     assert [column.offset_bytes for column in plan.columns] == [32, 0, 48]
     assert (plan.device_bytes, plan.slab_bytes) == (32, 80)
     assert plan.segments[:, LEAF].tolist() == [1]
@@ -157,6 +157,49 @@ LEAVES = [torch.zeros(4, 3), torch.zeros(2, 3), torch.zeros(4, 3).half(), torch.
 def test_columns_that_do_not_fit_their_leaves(column: ColumnSpec, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make_plan(LEAVES, [column])
+
+
+ZERO, ONE = np.array([0]), np.array([1])
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (ColumnSpec(0, np.array([0, 2]), ONE), "column 1 has 2 starts, 1 rows; give one of each per piece"),
+        (ColumnSpec(0, ZERO, np.array([1, 1])), "column 1 has 1 starts, 2 rows"),
+        (ColumnSpec(np.array([0, 0]), ZERO, ONE), "column 1 has 1 starts, 1 rows, 2 leaves"),
+        (ColumnSpec(0, np.array([0.0]), ONE), r"column 1 has float64\[1\] among its leaves, starts and rows"),
+        (ColumnSpec(0, ZERO, np.array([1.0])), r"column 1 has float64\[1\]"),
+        (ColumnSpec(np.array([0.0]), ZERO, ONE), r"column 1 has float64\[1\]"),
+        (ColumnSpec(0, ZERO[None], ONE[None]), r"column 1 has int64\[1, 1\].*expected flat arrays of integers"),
+    ],
+)
+def test_columns_whose_arrays_make_no_pieces(column: ColumnSpec, message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
+        make_plan(LEAVES, [rows(0, [0], [1]), column])
+
+
+def test_columns_of_other_integers_than_int64() -> None:
+    leaf = torch.arange(300).view(300, 1)
+    wanted = leaf[[100, 101, 5]]
+    narrow = ColumnSpec(0, np.array([100, 5], np.int8), np.array([2, 1], np.uint8))
+    listed = ColumnSpec(0, [100, 5], [2, 1])  # type: ignore[arg-type]
+    numpy_leaf = ColumnSpec(np.int64(0), narrow.starts, narrow.rows)  # type: ignore[arg-type]
+    plan = make_plan([leaf], [narrow, listed, numpy_leaf])
+    snapshot = Packer("cpu").run(plan, [leaf])
+    for index in range(3):
+        assert torch.equal(snapshot.column(index), wanted)
+
+
+@pytest.mark.parametrize("name", ["starts", "rows", "leaves"])
+def test_arrays_of_a_column_that_change_later_do_not_change_the_plan(name: str) -> None:
+    """Which works its runs out when it is first run."""
+    leaves = [torch.arange(6), 10 + torch.arange(6)]
+    given = {"leaves": np.array([0, 1]), "starts": np.array([0, 4]), "rows": np.array([1, 2])}
+    plan = make_plan(leaves, [ColumnSpec(**given)])
+    given[name][:] = 1
+    found = Packer("cpu").run(plan, leaves).split(0)
+    assert [piece.tolist() for piece in found] == [[0], [14, 15]]
 
 
 @pytest.mark.parametrize("leaf", [-1, 2])

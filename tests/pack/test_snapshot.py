@@ -103,6 +103,17 @@ def test_reading_after_release_is_refused() -> None:
             snapshot.pieces(index)
 
 
+@pytest.mark.parametrize("read", ["column", "split", "pieces"])
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)], ids=["no rows", "no elements"])
+def test_reading_nothing_after_release_is_refused_too(shape: tuple[int, ...], read: str) -> None:
+    leaf = torch.zeros(shape)
+    snapshot = snapshot_of(leaf, copies=2)
+    assert len(snapshot.pieces(0)) == len(snapshot.split(0)) == 2
+    snapshot.release()
+    with pytest.raises(ClosedError, match="this snapshot was released"):
+        getattr(snapshot, read)(0)
+
+
 def test_a_snapshot_of_the_cpu_is_done_at_once_whatever_is_in_it() -> None:
     assert snapshot_of(torch.arange(6)).done()
     assert snapshot_of(torch.arange(6), torch.eye(2).to_sparse()).done()

@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from spanpack import Batch, ColumnSpec, DeviceError, InputError, Packer, Placement, Snapshot, cuda, gather, make_plan
+from spanpack import (
+    Batch,
+    ColumnSpec,
+    DeviceError,
+    InputError,
+    LeafError,
+    Packer,
+    Placement,
+    Snapshot,
+    cuda,
+    gather,
+    make_plan,
+)
 from tests.support.compare import assert_same
 from tests.support.fake_device import FakeEvent, FakeStream
 from tests.support.rig import Rig, numbers, whole
@@ -81,6 +93,55 @@ def test_leaves_of_another_stream_are_not_reused_before_they_are_read(rig: Rig, 
     assert any(held is leaf for held in rig.device.held)
 
 
+@pytest.mark.parametrize("how", ["launch", "memory", "interrupt"])
+def test_leaves_of_another_stream_are_not_reused_after_a_pack_that_failed(
+    rig: Rig, packer: Packer, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """What it had queued may read them."""
+    leaves = [numbers(1), numbers(2)]
+    plan = make_plan(leaves, [ColumnSpec.whole(i, leaf) for i, leaf in enumerate(leaves)])
+    packer.run(plan, leaves).wait()
+    error: type[BaseException] = RuntimeError
+    if how == "launch":
+        rig.launcher.fail = RuntimeError("simulated")
+    elif how == "memory":
+        leaves[1], error = leaves[1].clone(), LeafError
+        leaves[1].untyped_storage().resize_(0)
+    else:
+
+        def interrupt(*_: object) -> None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        error = KeyboardInterrupt
+        monkeypatch.setattr(rig.device, "bring_home", interrupt)
+    with pytest.raises(error):
+        packer.run(plan, leaves, **behind(stream=FakeStream(OTHER)))
+    assert any(held is leaves[0] for held in rig.device.held)
+    assert rig.device.stream == 1
+
+
+def test_an_error_is_not_hidden_by_what_holding_its_leaves_raises(
+    rig: Rig, packer: Packer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise NotImplementedError
+
+    leaf = numbers(1)
+    rig.launcher.fail = RuntimeError("simulated")
+    monkeypatch.setattr(rig.device, "hold", refuse)
+    with pytest.raises(RuntimeError, match="simulated"):
+        packer.run(whole(leaf), [leaf], **behind(stream=FakeStream(OTHER)))
+
+
+def test_leaves_that_do_not_fit_are_refused_behind_a_stream_as_well(rig: Rig, packer: Packer) -> None:
+    leaf = numbers(1)
+    for leaves in ([], [leaf[:3]]):
+        with pytest.raises(LeafError, match="differ from those of the plan"):
+            packer.run(whole(leaf), leaves, **behind(stream=FakeStream(OTHER)))
+    assert rig.device.held == []
+
+
 @pytest.mark.parametrize("path", ["late", "torch", "leaf by leaf", "staged", "opaque"])
 def test_slower_paths_run_on_the_stream_too(
     rig: Rig, packer: Packer, monkeypatch: pytest.MonkeyPatch, path: str
@@ -138,6 +199,18 @@ def test_a_packer_of_the_cpu_takes_neither(given: dict[str, Any]) -> None:
     with pytest.raises(DeviceError, match="streams and events are a GPU's, this packer serves cpu; leave them out"):
         packer.pack({"x": torch.zeros(3)}, Batch(["a"], [3]), {"x": Placement.PER_TOKEN}, **given)
     assert packer.stats().packs == 0
+
+
+def test_a_packer_of_the_cpu_has_no_stream_for_copies() -> None:
+    with pytest.raises(DeviceError, match="need a GPU, this packer serves cpu; leave copy_stream out"):
+        Packer("cpu", **behind(copy_stream=FakeStream(3)))
+
+
+@pytest.mark.parametrize("given", [FakeStream(3, torch.device("cuda:1")), 5], ids=["other device", "number"])
+def test_a_stream_for_copies_of_another_device_is_refused(monkeypatch: pytest.MonkeyPatch, given: object) -> None:
+    monkeypatch.setattr("spanpack.packer.resolve_device", lambda _: torch.device("cuda:0"))
+    with pytest.raises(DeviceError, match=r"copy_stream .*serves cuda:0; give a torch\.cuda\.Stream\(device='cuda:0'"):
+        Packer("cuda:0", **behind(copy_stream=given))
 
 
 def test_without_either_no_context_is_entered(rig: Rig, packer: Packer, monkeypatch: pytest.MonkeyPatch) -> None:

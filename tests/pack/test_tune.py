@@ -318,7 +318,7 @@ def test_the_workloads_cover_every_size_class() -> None:
         groups = {size_class(w.device_bytes, len(w.plan.segments)) for w in workloads}
         assert groups == set(SIZE_CLASSES)
         assert len({w.name for w in workloads}) == len(workloads)
-        assert all(route is Route.KERNEL for w in workloads for route in w.plan.routes)
+        assert all(route is Route.KERNEL for w in workloads for route in w.plan.use.routes)
 
 
 @pytest.mark.parametrize("config", [LaunchConfig(1024, 1), LaunchConfig(8192, 1)], ids=str)
