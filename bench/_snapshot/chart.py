@@ -46,8 +46,8 @@ _BARS_WIDTH = 0.84  # of all bars of a scenario together
 def draw(document: Document, file: Path) -> None:
     """Draw the chart; the file's suffix decides the format.
 
-    Bars are medians on a logarithmic axis, the thin line goes up to p99.9. A dot is the median of calls in quick
-    succession, where that was measured.
+    Bars are medians on a logarithmic axis, the thin line goes up to p99.9 or the edge of the chart. A dot is the median
+    of calls in quick succession, where that was measured.
     """
     import matplotlib  # noqa: PLC0415  only charts need it
 
@@ -62,8 +62,9 @@ def draw(document: Document, file: Path) -> None:
         axis.set_title(f"{title}; {dots}" if dots else title, loc="left", fontsize=10)
     axes[0].legend(ncols=4, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, 1.28))
     versions = document["versions"]
+    commits = sorted({row.get("commit", document["commit"]) or "unknown" for row in document["rows"]})
     figure.supxlabel(
-        f"{document['gpu']}, torch {versions['torch']}, commit {document['commit']}, {document['date'][:10]}",
+        f"{document['gpu']}, torch {versions['torch']}, commit {', '.join(commits)}, {document['date'][:10]}",
         fontsize=8,
         color="#555555",
     )
@@ -106,11 +107,13 @@ def _dots(axis: Any, document: Document, measure: str, providers: tuple[str, ...
 
 def _panel(axis: Any, document: Document, measure: str, providers: tuple[str, ...]) -> None:
     scenarios = _scenarios(document)
+    largest = 0.0
     for provider in providers:
         at, found = _placed(document, measure, providers, provider)
         if not found:
             continue
         typical = [figures["p50"] for figures in found]
+        largest = max(largest, *typical)
         colour, label = _LOOKS[provider]
         axis.bar(at, typical, _BARS_WIDTH / len(providers) * 0.92, color=colour, label=label)
         axis.vlines(at, typical, [figures["p999"] for figures in found], color="#444444", linewidth=0.6)
@@ -118,6 +121,8 @@ def _panel(axis: Any, document: Document, measure: str, providers: tuple[str, ..
             for x, value in zip(at, typical, strict=True):
                 axis.text(x, value * 1.08, f"{value:.0f}", ha="center", va="bottom", fontsize=6, bbox=_LABEL_BOX)
     axis.set_yscale("log")
+    if largest:
+        axis.set_ylim(top=4 * largest)
     axis.set_ylabel("microseconds")
     axis.set_xticks(range(len(scenarios)), [name.replace("_", "\n", 1) for name in scenarios], fontsize=8)
     axis.grid(axis="y", color="#e6e6e6", linewidth=0.6)

@@ -32,24 +32,26 @@ def write(document: Document, file: Path) -> None:
 
 
 def merge(documents: Sequence[Document]) -> Document:
-    """One document of several runs of one commit on one kind of GPU; of a scenario that occurs twice, the last one.
+    """One document of several runs on one kind of GPU; of a scenario that occurs twice, the last one.
 
-    Rows of one scenario always come from one run, so ratios between providers stay side by side.
+    Rows of one scenario always come from one run, so ratios between providers stay side by side. Each says which commit
+    it is of.
 
     Raises
     ------
     ValueError
-        The documents are of different GPUs, commits or versions.
+        The documents are of different GPUs or versions.
     """
     first = documents[0]
     for document in documents[1:]:
-        for key in ("bench", "gpu", "commit", "versions"):
+        for key in ("bench", "gpu", "versions"):
             if document[key] != first[key]:
                 raise ValueError(f"{key} differs: {first[key]} and {document[key]}")
     rows: dict[str, list[dict[str, Any]]] = {}
     scenarios: dict[str, Any] = {}
     for document in documents:
-        rows |= {name: [row for row in document["rows"] if row["scenario"] == name] for name in document["scenarios"]}
+        of_commit = [{"commit": document["commit"], **row} for row in document["rows"]]
+        rows |= {name: [row for row in of_commit if row["scenario"] == name] for name in document["scenarios"]}
         scenarios |= document["scenarios"]
     return {**documents[-1], "scenarios": scenarios, "rows": [row for name in scenarios for row in rows[name]]}
 

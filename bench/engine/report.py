@@ -42,19 +42,26 @@ def merge(parts: Sequence[Row], commit: str | None = None) -> dict[str, dict[str
 
 
 def join(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """Results of several calls as one; of two with the same engine and stage the later one counts."""
+    """Results of several calls as one. What two have of one engine, stage and number of requests is the later one's.
+
+    So ratios between variants stay within one call. Each row says which commit it is of.
+    """
     found = [json.loads((folder / "engine.json").read_text()) for folder in folders]
     gaps = [json.loads((folder / "gap.json").read_text()) for folder in folders]
     whole: dict[str, Any] = {**found[-1], "versions": {}, **{name: [] for name in _LISTS}}
     for number, result in enumerate(found):
         whole["versions"] |= result["versions"]
-        later = {(row["engine"], row["stage"]) for other in found[number + 1 :] for row in other["rows"]}
+        later = {_place(row) for other in found[number + 1 :] for row in other["rows"]}
         for name in _LISTS:
-            whole[name] += [row for row in result[name] if (row["engine"], row["stage"]) not in later]
+            whole[name] += [{"commit": result["commit"], **row} for row in result[name] if _place(row) not in later]
     stages: dict[str, Any] = {}
     for gap in gaps:
-        stages |= gap["stages"]
+        stages |= {name: timelines for name, timelines in gap["stages"].items() if timelines}
     return {"engine": whole, "gap": {**gaps[-1], "stages": stages}}
+
+
+def _place(entry: Row) -> tuple[Any, ...]:
+    return entry["engine"], entry["stage"], entry.get("requests")
 
 
 def summary(result: Row) -> str:

@@ -18,6 +18,7 @@ import torch
 
 from .flight import Flight
 
+_COPY_PRIORITY = -1  # the higher of the two that torch knows
 _DEVICE_TO_HOST, _HOST_TO_DEVICE = 2, 1  # cudaMemcpyKind; hipMemcpyKind has the same numbers
 
 
@@ -41,7 +42,8 @@ class TorchRuntime:
 
     def __init__(self, device: torch.device, copy_stream: torch.cuda.Stream | None = None) -> None:
         self.device = device
-        self.copy_stream = copy_stream or torch.cuda.Stream(device)
+        # Torch hands out 32 streams of each priority, over and over: of the usual one this might be a producing stream.
+        self.copy_stream = copy_stream or torch.cuda.Stream(device, priority=_COPY_PRIORITY)
         self.current_stream: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, device.index)
         self.current_device: Callable[[], int] = torch._C._cuda_getDevice
         self._streams = {0: torch.cuda.default_stream(device)}

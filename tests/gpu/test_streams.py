@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spanpack import Batch, Packer, Placement
-from tests.support.gpu import MakePacker, hold_up
+from tests.support.gpu import MakePacker, copy_stream, hold_up
 
 BATCH = Batch(["a", "b"], [3, 1])
 HELD_MS = 60.0  # far longer than the host needs for all calls of a test
@@ -87,3 +87,9 @@ def test_slower_paths_run_on_the_stream_too(make_packer: MakePacker, side: torch
         given = leaf.to_sparse() if path == "opaque" else given
     packed = packer.pack({"x": given}, BATCH, {"x": Placement.INVARIANT}, stream=side)
     assert (packed.views()["b"]["x"].to_dense() == 7).all()
+
+
+def test_the_side_stream_is_none_that_others_are_given(make_packer: MakePacker) -> None:
+    others = {torch.cuda.Stream().cuda_stream for _ in range(64)}  # torch has 32 of a priority
+    packers = [make_packer() for _ in range(3)]
+    assert not others & {copy_stream(packer).cuda_stream for packer in packers}

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from bench.engine.phases import PROFILE_S, Phase, all_phases, turn_s
 from bench.engine.plan import Plan
 from bench.engine.plot import draw_throughput
 from bench.engine.probes import Probes, Span
-from bench.engine.report import merge, summary
+from bench.engine.report import join, merge, summary
 from bench.engine.run import Child, Session
 from bench.engine.stages import EXTRAS, VARIANTS
 
@@ -336,3 +337,21 @@ class TestThroughput:
         drawn = draw_throughput({**result, "consumed": []}, "0.30", ["thinker"])
         assert "takes the chunks" not in drawn
         assert "2,500 (1.00x)" in drawn
+
+
+def test_joined_results_take_a_number_of_requests_from_one_call(tmp_path: Path) -> None:
+    def call(name: str, requests: Sequence[int]) -> Path:
+        rows = [
+            {"engine": "0.30", "stage": "thinker", "requests": count, "variant": variant}
+            for count in requests
+            for variant in ("stock", "ours")
+        ]
+        lists = {"consumed": [], "verify": [], "backlog": [], "errors": [], "skipped": []}
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "engine.json").write_text(json.dumps({"commit": name, "versions": {}, "rows": rows, **lists}))
+        (folder / "gap.json").write_text(json.dumps({"stages": {}}))
+        return folder
+
+    joined = join([call("a", [8, 64]), call("b", [64])])["engine"]
+    assert [(row["requests"], row["commit"]) for row in joined["rows"]] == [(8, "a")] * 2 + [(64, "b")] * 2

@@ -289,8 +289,14 @@ def made_up_document(scenario: str, host_us: float) -> results.Document:
 def test_merging_takes_the_last_run_of_a_scenario() -> None:
     merged = results.merge([made_up_document("a", 1), made_up_document("b", 2), made_up_document("a", 3)])
     assert [(row["scenario"], row["host_us"]["p50"]) for row in merged["rows"]] == [("a", 3), ("b", 2)]
-    with pytest.raises(ValueError, match="commit"):
-        results.merge([made_up_document("a", 1), {**made_up_document("b", 1), "commit": "d"}])
+    with pytest.raises(ValueError, match="gpu"):
+        results.merge([made_up_document("a", 1), {**made_up_document("b", 1), "gpu": "h"}])
+
+
+def test_merged_rows_say_which_commit_they_are_of() -> None:
+    merged = results.merge([made_up_document("a", 1), {**made_up_document("b", 1), "commit": "d"}])
+    assert [row["commit"] for row in merged["rows"]] == ["c", "d"]
+    assert [row["commit"] for row in results.merge([merged, made_up_document("e", 1)])["rows"]] == ["c", "d", "c"]
 
 
 def test_slow_providers_give_up_calls_first() -> None:
