@@ -39,7 +39,7 @@ class ChannelRules:
     is_text
         The stage's output is text: no channel is filled, unless `client_keys` says so.
     untracks
-        Payloads are kept out of Python's cyclic garbage collection, see `untrack`.
+        Payloads are kept out of Python's cyclic garbage collection while they pile up, see `untrack`.
     shares_channel
         Whether the engine puts one and the same list in both fields where the channels do not differ.
     """
@@ -98,11 +98,12 @@ class ChannelBuilder:
                 inter.append(self._column(recipe.key, tensors, plain))
             if to_client:
                 client.append(self._column(recipe.key, tensors, plain))
-        if rules.untracks:
+        untracks = rules.untracks and packed.snapshot is not None and packed.snapshot.copies_out
+        if untracks:
             for column in (*inter, *client):
                 untrack(column.items)
-        inter_channel = self._zip_channel(inter, packed.step)
-        return inter_channel, inter_channel if self._one_list else self._zip_channel(client, packed.step)
+        inter_channel = _zip_channel(inter, packed.step, untracks=untracks)
+        return inter_channel, inter_channel if self._one_list else _zip_channel(client, packed.step, untracks=untracks)
 
     def _route(self, key: str) -> tuple[bool, bool]:
         """Whether a key goes to the next stage, and whether to the client; asked of the engine once per key."""
@@ -125,19 +126,6 @@ class ChannelBuilder:
         for owner, item in zip(plain.owners, self._wrap(key, plain.values), strict=True):
             items[owner] = item
         return _Column(key, items, complete=all(item is not None for item in items))
-
-    def _zip_channel(self, columns: list[_Column], step: StepContext) -> Channel:
-        if not columns:
-            return None
-        payloads = _zip_payloads(columns, len(step.consumers))
-        if self._rules.untracks and DICTS_COME_BACK:
-            untrack(payloads)
-        if step.everyone_consumes:
-            return payloads
-        channel: list[Any] = [None] * len(step.request_ids)
-        for position, payload in zip(step.consumers, payloads, strict=True):
-            channel[position] = payload
-        return channel
 
     def _wrap(self, key: str, values: list[Any]) -> Sequence[Tensor | None]:
         """Tensors of plain values, None for those that have none.
@@ -223,6 +211,20 @@ def _wrap_numbers(values: list[Any]) -> Sequence[Tensor] | None:
         if set(map(type, items)) in _NUMBERS:
             return torch.tensor(items).split_with_sizes(list(map(len, values)))
     return None
+
+
+def _zip_channel(columns: list[_Column], step: StepContext, *, untracks: bool) -> Channel:
+    if not columns:
+        return None
+    payloads = _zip_payloads(columns, len(step.consumers))
+    if untracks and DICTS_COME_BACK:
+        untrack(payloads)
+    if step.everyone_consumes:
+        return payloads
+    channel: list[Any] = [None] * len(step.request_ids)
+    for position, payload in zip(step.consumers, payloads, strict=True):
+        channel[position] = payload
+    return channel
 
 
 def _zip_payloads(columns: list[_Column], count: int) -> list[Any]:

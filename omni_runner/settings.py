@@ -32,7 +32,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "most pinned memory that one stage's packer may hold, in MiB",
         "1024",
     ),
-    "OMNI_RUNNER_UNTRACK": ("0 leaves payloads to Python's cyclic garbage collection, as the stock runner does", "1"),
+    "OMNI_RUNNER_UNTRACK": (
+        "0 leaves payloads that pile up to Python's cyclic garbage collection, as the stock runner does",
+        "1",
+    ),
     "OMNI_RUNNER_TRACE": ("folder into which each packed AR stage writes a trace of its first steps", "no trace"),
     "OMNI_RUNNER_TRACE_STEPS": ("how many steps to record", str(_DEFAULT_TRACE_STEPS)),
     "OMNI_RUNNER_TRACE_SCRUB": (
@@ -55,7 +58,7 @@ class Settings:
     pinned_budget_bytes : int or None
         ``OMNI_RUNNER_PINNED_MIB`` in bytes; None leaves it to the packer.
     untrack : bool
-        ``OMNI_RUNNER_UNTRACK``: keep payloads out of Python's cyclic garbage collection.
+        ``OMNI_RUNNER_UNTRACK``: keep payloads that pile up out of Python's cyclic garbage collection.
     trace_dir : Path or None
         ``OMNI_RUNNER_TRACE``: where to record steps; None records nothing.
     trace_steps : int

@@ -80,6 +80,11 @@ class Snapshot:
         """The plan that was run."""
         return self._plan
 
+    @property
+    def copies_out(self) -> bool:
+        """Whether pieces are copied out of the slab because views hold so many; False before `wait` has returned."""
+        return self._copy_out
+
     def done(self) -> bool:
         """Whether the device is done: `wait` then returns at once, or after one copy where a slower path was taken."""
         if self._landed:

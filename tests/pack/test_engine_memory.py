@@ -64,14 +64,17 @@ def test_views_kept_for_long_are_copied_out_and_pinned_memory_stays_bounded() ->
     rig = Rig(slabs_per_class=4)
     leaf = numbers(0)
     plan = rows(leaf, [0, 1, 2, 3, 4, 5], [1] * 6)
-    kept = []
+    kept, crowded = [], []
     for step in range(200):
         leaf.copy_(numbers(step))
-        kept.append(rig.pack(leaf, plan).split(0)[3])
+        packed = rig.pack(leaf, plan)
+        kept.append(packed.split(0)[3])
+        crowded.append(packed.copies_out)
     assert rig.pool.peak_bytes <= 4 * (1 << 16) + (1 << 16)
     for step, view in enumerate(kept):
         assert torch.equal(view, numbers(step)[3:4])
     assert kept[-1].untyped_storage().nbytes() == WIDTH * 4  # only its own bytes
+    assert crowded == [False] * 2 + [True] * 198
 
 
 def test_past_the_budget_the_bytes_come_in_pageable_memory(caplog: pytest.LogCaptureFixture) -> None:

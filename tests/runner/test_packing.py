@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import namedtuple
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from omni_runner.builder import ChannelBuilder, ChannelRules
 from omni_runner.packing import PackedStep, StepPacker
 from omni_runner.reference import SPARSE_PROTOCOL_KEYS, as_tensor, flatten_payload
 from omni_runner.step import NotCovered, StepContext, make_step
+from omni_runner.untrack import DICTS_COME_BACK
 from tests.support.steps import step_of
 
 WIDTH = 4
@@ -380,3 +382,26 @@ def test_a_packed_step_outlives_its_release(packer: StepPacker) -> None:
     inter, _ = ChannelBuilder(UPSTREAM, ONE_LIST).build(packed)
     packed.release()
     assert torch.equal(inter[1]["hidden"], numbered(2)[1:])
+
+
+@pytest.mark.parametrize(
+    ("piles_up", "rules", "tracked"),
+    [
+        (True, ONE_LIST, False),
+        (False, ONE_LIST, True),
+        (True, ChannelRules(partitions=False, untracks=False), True),
+    ],
+    ids=["piling up", "taken as they come", "switched off"],
+)
+def test_payloads_that_pile_up_are_none_of_the_garbage_collectors_business(
+    packer: StepPacker, monkeypatch: pytest.MonkeyPatch, piles_up: bool, rules: ChannelRules, tracked: bool
+) -> None:
+    monkeypatch.setattr(spanpack.Snapshot, "copies_out", piles_up)
+    payload = {"codes": [numbered(1), numbered(2)], "n": 3, "mixed": [numbered(1), 5]}
+    packed = packer.pack(step_of([2, 1]), hidden_states=numbered(3), multimodal_outputs=payload)
+    inter, _ = ChannelBuilder(UPSTREAM, rules).build(packed)
+    assert inter is not None
+    tensors = [tensor for one in inter if one is not None for tensor in one.values()]
+    assert len(tensors) == 8
+    assert {gc.is_tracked(tensor) for tensor in tensors} == {tracked}
+    assert {gc.is_tracked(one) for one in inter} == {tracked or not DICTS_COME_BACK}
