@@ -38,6 +38,9 @@ class ChannelRules:
         If not empty: what the model says its client gets, whatever `partitions` says.
     is_text
         The stage's output is text: no channel is filled, unless `client_keys` says so.
+    crosses_processes
+        Payloads are going to be pickled: each tensor gets a storage of its own, so that it does not take along the
+        bytes of the others. Costs about twice as much.
     untracks
         Payloads are kept out of Python's cyclic garbage collection while they pile up, see `untrack`.
     shares_channel
@@ -47,6 +50,7 @@ class ChannelRules:
     partitions: bool
     client_keys: tuple[str, ...] = ()
     is_text: bool = False
+    crosses_processes: bool = False
     untracks: bool = True
     shares_channel: bool = True
 
@@ -85,7 +89,7 @@ class ChannelBuilder:
         rules = self._rules
         if packed.lowering is None or (rules.is_text and not rules.client_keys):
             return None, None
-        columns = _split_columns(packed)
+        columns = _split_columns(packed, own_storages=rules.crosses_processes)
         inter: list[_Column] = []
         client: list[_Column] = []
         for recipe in packed.lowering.recipes:
@@ -130,11 +134,11 @@ class ChannelBuilder:
     def _wrap(self, key: str, values: list[Any]) -> Sequence[Tensor | None]:
         """Tensors of plain values, None for those that have none.
 
-        Numbers of one type, or flat lists of them, take two torch calls in all. The rest, and what torch refuses, goes
-        to the engine's own function value by value, for its warnings and errors.
+        Numbers of one type, or flat lists of them, take two torch calls in all, unless each needs a storage of its own.
+        The rest, and what torch refuses, goes to the engine's own function value by value, for its warnings and errors.
         """
         try:
-            together = _wrap_numbers(values)
+            together = None if self._rules.crosses_processes else _wrap_numbers(values)
         except (RuntimeError, ValueError, TypeError, OverflowError):  # a number that fits no tensor
             together = None
         if together is not None:
@@ -161,13 +165,16 @@ class _Column(NamedTuple):
     complete: bool
 
 
-def _split_columns(packed: PackedStep) -> list[tuple[Tensor, ...]]:
+def _split_columns(packed: PackedStep, *, own_storages: bool) -> list[Sequence[Tensor]]:
     """The pieces of every packed column."""
     snapshot = packed.snapshot
-    return [] if snapshot is None else [snapshot.split(i) for i in range(len(snapshot.plan.columns))]
+    if snapshot is None:
+        return []
+    split = snapshot.pieces if own_storages else snapshot.split
+    return [split(i) for i in range(len(snapshot.plan.columns))]
 
 
-def _tensors(recipe: KeyRecipe, columns: list[tuple[Tensor, ...]], num_consumers: int) -> Sequence[Tensor | None]:
+def _tensors(recipe: KeyRecipe, columns: list[Sequence[Tensor]], num_consumers: int) -> Sequence[Tensor | None]:
     """The packed tensors of one key, one per consumer; None where the consumer has a plain value. Empty without any."""
     if not recipe.pieces:
         return ()

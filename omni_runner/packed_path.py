@@ -315,8 +315,15 @@ def _channel_rules(upstream: Upstream, runner: Any, *, untracks: bool) -> Channe
         client_keys=upstream.client_output_keys(runner),
         is_text=runner.vllm_config.model_config.engine_output_type == "text",
         untracks=untracks,
+        crosses_processes=_crosses_processes(runner),
         shares_channel=upstream.shares_channel,
     )
+
+
+def _crosses_processes(runner: Any) -> bool:
+    """Whether the engine runs its workers in processes of their own, and so pickles what they return."""
+    config = getattr(runner.vllm_config, "parallel_config", None)
+    return config is not None and (config.world_size > 1 or config.distributed_executor_backend in ("mp", "ray"))
 
 
 def _give_back_prefix_step(runner: Any, step: Mapping[str, Any]) -> None:

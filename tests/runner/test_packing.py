@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import pickle
 from collections import namedtuple
 from types import SimpleNamespace
 from typing import Any
@@ -405,3 +406,26 @@ def test_payloads_that_pile_up_are_none_of_the_garbage_collectors_business(
     assert len(tensors) == 8
     assert {gc.is_tracked(tensor) for tensor in tensors} == {tracked}
     assert {gc.is_tracked(one) for one in inter} == {tracked or not DICTS_COME_BACK}
+
+
+@pytest.mark.parametrize("hidden_rows", [6, 600])
+def test_a_payload_that_crosses_processes_costs_its_own_bytes(packer: StepPacker, hidden_rows: int) -> None:
+    width, rows = 512, hidden_rows // 6
+    payload = {
+        "layer": numbered(hidden_rows, width),
+        "bos": [torch.zeros(1, 1, width)],
+        "codes": [numbered(2) for _ in range(6)],
+        "n": [1, 2, 3, 4, 5, 6],
+    }
+    step = step_of([rows] * 6)
+    packed = packer.pack(step, hidden_states=numbered(hidden_rows, width), multimodal_outputs=payload)
+    inter, _ = ChannelBuilder(UPSTREAM, ChannelRules(partitions=False, crosses_processes=True)).build(packed)
+    usual, _ = ChannelBuilder(UPSTREAM, ONE_LIST).build(packed)
+    assert inter is not None and usual is not None
+    for one, same in zip(inter, usual, strict=True):
+        assert one is not None and same is not None
+        assert one.keys() == same.keys()
+        assert all(torch.equal(one[key], same[key]) for key in one)
+        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in one.values())
+        assert len(pickle.dumps(one)) < sum(tensor.nbytes for tensor in one.values()) + 1024 * len(one)
+    assert len(pickle.dumps(usual[0])) > len(pickle.dumps(inter[0]))

@@ -437,3 +437,20 @@ def test_a_replaced_snapshot_helper_is_used(monkeypatch):
     run(runner, *payload())
     assert len(called) == 1
     assert sum(runner.omni_runner_stats().stock.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "crosses"),
+    [
+        (None, False),
+        (SimpleNamespace(world_size=1, distributed_executor_backend="uni"), False),
+        (SimpleNamespace(world_size=1, distributed_executor_backend="mp"), True),
+        (SimpleNamespace(world_size=2, distributed_executor_backend=None), True),
+    ],
+    ids=["unknown", "one process", "worker process", "tensor parallel"],
+)
+def test_payloads_get_storages_of_their_own_where_they_are_pickled(config: Any, crosses: bool) -> None:
+    from omni_runner.packed_path import _crosses_processes
+
+    runner = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=config))
+    assert _crosses_processes(runner) is crosses
