@@ -429,3 +429,18 @@ def test_a_payload_that_crosses_processes_costs_its_own_bytes(packer: StepPacker
         assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in one.values())
         assert len(pickle.dumps(one)) < sum(tensor.nbytes for tensor in one.values()) + 1024 * len(one)
     assert len(pickle.dumps(usual[0])) > len(pickle.dumps(inter[0]))
+
+
+@pytest.mark.parametrize("crosses_processes", [True, False])
+def test_the_engines_msgpack_of_a_payload_has_its_own_bytes_only(packer: StepPacker, crosses_processes: bool) -> None:
+    serialization = pytest.importorskip(
+        "vllm_omni.distributed.omni_connectors.utils.serialization", reason="needs vllm-omni"
+    )
+    packed = packer.pack(
+        step_of([1] * 64), hidden_states=numbered(64, 512), multimodal_outputs={"x": numbered(64, 512)}
+    )
+    rules = ChannelRules(partitions=False, crosses_processes=crosses_processes)
+    inter, _ = ChannelBuilder(UPSTREAM, rules).build(packed)
+    assert inter is not None
+    own_bytes = 2 * 512 * 2
+    assert own_bytes < len(serialization.OmniSerializer.serialize(inter[5])) < own_bytes + 1024
