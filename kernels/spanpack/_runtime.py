@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .errors import DeviceError
 from .flight import Flight
 
 _COPY_PRIORITY = -1  # the higher of the two that torch knows
@@ -214,7 +215,17 @@ def _check(code: int) -> None:
 
 
 def load_runtime(device: torch.device, copy_stream: torch.cuda.Stream | None = None) -> TorchRuntime:
-    """The fastest runtime that works here."""
+    """The fastest runtime that works here.
+
+    Raises
+    ------
+    DeviceError
+        There are no streams to copy on: it is no CUDA or ROCm device.
+    """
+    if device.type != "cuda":
+        raise DeviceError(
+            f"device {str(device)!r} has no streams to copy on; give a CUDA or ROCm device, such as 'cuda:0'"
+        )
     if torch.version.hip:
         names, prefix = ["libamdhip64.so"], "hip"
     else:

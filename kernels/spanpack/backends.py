@@ -11,6 +11,7 @@ from .gather import interpreted, triton_available
 from .stats import Fallbacks
 
 Backend = Literal["auto", "triton", "torch"]
+SERVED = "packers serve CUDA, ROCm and CPU tensors"
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
@@ -32,9 +33,25 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
             raise DeviceError(f"device {str(device)!r}, but torch sees no CUDA or ROCm device")
         if resolved.index is None:
             resolved = torch.device("cuda", torch.cuda.current_device())
+        elif resolved.index >= torch.cuda.device_count():
+            raise DeviceError(f"device {str(device)!r}, but torch sees only {torch.cuda.device_count()} of them")
     elif resolved.type != "cpu":
-        raise DeviceError(f"device {str(device)!r}: packers serve CUDA, ROCm and CPU tensors")
+        raise DeviceError(f"device {str(device)!r}: {SERVED}")
     return resolved
+
+
+def wrong_device(leaf: str, found: torch.device, served: torch.device) -> DeviceError:
+    """An error that says that a leaf is on another device than its packer serves, and what to do."""
+    return DeviceError(f"{leaf} is on {found}, this packer serves {served}; {what_to_do(found.type)}")
+
+
+def what_to_do(device_type: str) -> str:
+    """About a leaf that is on a device of this type, where its packer does not serve it."""
+    if device_type == "meta":
+        return "a meta tensor has no bytes, give one that has"
+    if device_type not in ("cuda", "cpu"):
+        return f"{SERVED}: bring it to one of these first"
+    return "use one packer per device"
 
 
 def check_stream(stream: Any, device: torch.device, name: str) -> None:

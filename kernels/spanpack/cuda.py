@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ._runtime import TorchRuntime
+from .backends import wrong_device
 from .config import ConfigTable
-from .errors import DeviceError
 from .flight import Events, Flight
 from .gather import Launcher, check_memory, copy_opaque, gather_host, gather_torch, stage
 from .late import MOST_WAITING, LateCopies, LateCopy
@@ -176,10 +176,7 @@ class CudaEngine:
         """Check what a kernel would read and bring the plan's descriptors into being; None to gather with torch."""
         for index in plan.use.kernel:
             if leaves[index].device != self.runtime.device:
-                raise DeviceError(
-                    f"leaf {index} is on {leaves[index].device}, this packer serves {self.runtime.device}; "
-                    "use one packer per device"
-                )
+                raise wrong_device(f"leaf {index}", leaves[index].device, self.runtime.device)
         check_memory(leaves, plan.use.kernel)
         if self.launcher is None:
             return None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ._runtime import TorchRuntime, load_runtime
+from .backends import resolve_device
 from .errors import ClosedError, LeafError
 from .flight import Events, Flight
 from .pool import HostPool
@@ -42,16 +43,24 @@ class Fetcher:
     Parameters
     ----------
     device
-        Where the tensors are, with its index.
+        Where the tensors are: a CUDA or ROCm device.
     copy_stream
         For the copies; by default one of its own.
     slabs
         Most tensors of one size class (64 KiB, 128 KiB and so on) alive on the host at a time.
+
+    Raises
+    ------
+    DeviceError
+        It can't serve that device, or there is none of that name.
     """
 
-    def __init__(self, device: torch.device, copy_stream: torch.cuda.Stream | None = None, *, slabs: int = 8) -> None:
-        self._runtime: TorchRuntime = load_runtime(device, copy_stream)
-        self._pool = HostPool(_BUDGET_BYTES, slabs, pin=device.type == "cuda")
+    def __init__(
+        self, device: torch.device | str | int, copy_stream: torch.cuda.Stream | None = None, *, slabs: int = 8
+    ) -> None:
+        resolved = resolve_device(device)
+        self._runtime: TorchRuntime = load_runtime(resolved, copy_stream)
+        self._pool = HostPool(_BUDGET_BYTES, slabs, pin=resolved.type == "cuda")
         self._lock = threading.Lock()
         self._closed = False
 

@@ -119,10 +119,20 @@ def check_memory(leaves: Sequence[Tensor], indices: Sequence[int]) -> None:
     for index in indices:
         leaf = leaves[index]
         if leaf.numel() and not leaf.data_ptr():
-            raise LeafError(
-                f"leaf {index}, a {type(leaf).__name__}, has no memory of its own: its storage was freed, or it wraps "
-                "other tensors; pack it before it is freed, or pack the tensors that it wraps"
+            why = (
+                "its storage was freed; pack it before it is freed"
+                if _is_freed(leaf)
+                else "it stands for other tensors; pack those"
             )
+            raise LeafError(f"leaf {index}, a {type(leaf).__name__}, has no memory of its own: {why}")
+
+
+def _is_freed(leaf: Tensor) -> bool:
+    """Whether a tensor that has no memory had some once."""
+    try:
+        return leaf.untyped_storage().nbytes() == 0
+    except (RuntimeError, NotImplementedError):  # it never had a storage
+        return False
 
 
 _NARROW = {getattr(torch, f"{kind}{bits}", None) for kind in ("int", "uint") for bits in range(1, 8)}
@@ -142,6 +152,8 @@ def why_unpackable(leaf: Tensor) -> str | None:
         has_memory = False
     if has_memory:
         return None
+    if _is_freed(leaf):
+        return f"is a {type(leaf).__name__} whose storage was freed; pack it before it is freed"
     return f"is a {type(leaf).__name__} without memory of its own; give the tensors it stands for"
 
 

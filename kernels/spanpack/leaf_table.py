@@ -7,7 +7,7 @@ strides and devices holds for all of them, so only the first pays for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,6 +41,13 @@ class _Look(NamedTuple):
     layout: torch.layout
     strides: tuple[int, ...] | None  # None where there are none, in sparse and quantized leaves
     lazy: bool  # conjugated or negated when it is read
+
+    def in_words(self, rows: int) -> str:
+        """All of it in the words of an error message, e.g. ``float32[4, 3] with strides (3, 1) on cpu``."""
+        shape = [] if self.scalar else [rows, *self.row_shape]
+        stored = f"layout {self.layout}" if self.strides is None else f"strides {self.strides}"
+        lazy = ", lazily conjugated or negated" if self.lazy else ""
+        return f"{str(self.dtype).removeprefix('torch.')}{shape} with {stored} on {self.device}{lazy}"
 
 
 class LeafTable:
@@ -157,6 +164,22 @@ class LeafTable:
         except (AttributeError, TypeError, RuntimeError):
             return None
 
+    def misfit(self, leaves: Any, row_counts: Sequence[int]) -> str | None:
+        """How something differs from leaves that match and have so many rows, in words; None if it doesn't."""
+        if not (isinstance(leaves, Sized) and isinstance(leaves, Iterable)):
+            return f"given a {type(leaves).__name__}, not a sequence of tensors"
+        if len(leaves) != len(row_counts):
+            return f"given {len(leaves)}, expected {len(row_counts)}"
+        for index, (leaf, expected, rows) in enumerate(zip(leaves, self._looks, row_counts, strict=True)):
+            if not isinstance(leaf, Tensor):
+                return f"leaf {index} is a {type(leaf).__name__}, not a tensor"
+            if leaf.is_nested:
+                return f"leaf {index} is a nested tensor"
+            look, found_rows = _look(leaf), leaf.shape[0] if leaf.dim() else 1
+            if (look, found_rows) != (expected, rows):
+                return f"leaf {index} is {look.in_words(found_rows)}, expected {expected.in_words(rows)}"
+        return None
+
     def layout(self, leaf: int) -> torch.layout:
         """How torch stores a leaf."""
         return self._looks[leaf].layout
@@ -208,6 +231,10 @@ class LeafLooks:
     def admits(self, leaves: Sequence[Tensor]) -> bool:
         """The same, slower and without false alarms: inference mode and gradients make no difference."""
         return self.table.admits(leaves) and self.table.row_counts(leaves) == self.row_counts
+
+    def misfit(self, leaves: Any) -> str | None:
+        """How these differ from the leaves it was made from, in words; None if `admits` would be true."""
+        return self.table.misfit(leaves, self.row_counts)
 
     @property
     def is_quick(self) -> bool:

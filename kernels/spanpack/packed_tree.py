@@ -86,6 +86,11 @@ class PackedTree:
             a copy for each request (`Placement.SHARED`: the same view for all). Tensors are zero-copy, keep the slab
             alive, and have storages of their own: pickling one tree moves the bytes of that request only. A leaf that a
             `RowMap` does not give to a request is None in its tree.
+
+        Raises
+        ------
+        ClosedError
+            The tree was released.
         """
         pieces: dict[int, list[Tensor]] = {}
         recipe = self._recipe

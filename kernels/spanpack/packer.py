@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from ._runtime import load_runtime
-from .backends import Backend, check_stream, resolve_backend, resolve_device
+from .backends import Backend, check_stream, resolve_backend, resolve_device, what_to_do
 from .batch import Batch
+from .checks import check_fit, check_integer, check_leaves
 from .config import load_configs
 from .cuda import CudaEngine
-from .errors import ClosedError, DeviceError, InputError, LeafError
+from .errors import ClosedError, DeviceError, InputError
 from .gather import (
     Launcher,
     copy_opaque,
@@ -27,7 +28,6 @@ from .gather import (
     gather_torch,
     gather_triton,
     interpreted,
-    why_unpackable,
 )
 from .leaf_table import LeafTables
 from .packed_tree import PackedTree, TreeRecipe
@@ -38,7 +38,7 @@ from .planner import plan_columns
 from .pool import HostPool
 from .snapshot import Rest, Snapshot
 from .stats import Fallbacks, Stats
-from .tree import Node, flatten, nodes
+from .tree import flatten, nodes
 
 Transport = Literal["auto", "copy"]
 _MOST_TABLES = 16
@@ -55,7 +55,8 @@ class Packer:
     * Pinned slabs come in powers of two, at most `slabs_per_class` of each, `pinned_budget_bytes` in all. A slab
       belongs to its snapshot until the last view into it has died. Once half of a class is held, views of further
       snapshots are copied out of their slab when they are made.
-    * A pack goes through one of up to four device slabs. When the copies of all of them are still on their way, the
+    * A pack goes through one of up to four device slabs, which take at most 1 GiB of device memory together, unless
+      packs in flight or a single pack need more. When the copies of all of them are still on their way, the
       producing stream waits for the oldest, counted in `Stats.stream_waits`; the host does not.
     * A pack that finds no pinned slab is *late*: its bytes wait in device memory of its own until somebody waits for
       the snapshot, which copies them to pageable memory. At most 8 late packs wait at a time; before a ninth, the
@@ -119,10 +120,8 @@ class Packer:
     ) -> None:
         if transport not in ("auto", "copy"):
             raise InputError(f"transport {transport!r}; choose 'auto' or 'copy'")
-        limits = {"pinned_budget_bytes": (pinned_budget_bytes, 0), "slabs_per_class": (slabs_per_class, 1)}
-        for name, (given, least) in limits.items():
-            if not isinstance(given, (int, np.integer)) or given < least:
-                raise InputError(f"{name}={given!r}; give an integer of at least {least}")
+        check_integer("pinned_budget_bytes", pinned_budget_bytes, 0)
+        check_integer("slabs_per_class", slabs_per_class, 1)
         self.device = resolve_device(device)
         if copy_stream is not None:
             if self.device.type == "cpu":
@@ -170,7 +169,11 @@ class Packer:
         Parameters
         ----------
         payload
-            A tree of dict, list, tuple, named tuple, Mapping and dataclass with tensors and plain values.
+            A tree of dict, list, tuple, named tuple, Mapping and dataclass with tensors and plain values. Mappings that
+            are no dicts (OrderedDict, defaultdict, Counter) come back as dicts. All that is no tensor, NumPy arrays
+            too, is a plain value, which every request gets whole; ``torch.from_numpy(array)`` has the rows of an array
+            dealt out. Lists, arrays, sets, deques and bytearrays are copied, their items are not; values of other types
+            are kept by reference, so that later changes inside of them show.
         batch
             Whose rows are whose.
         rules
@@ -193,7 +196,7 @@ class Packer:
         Raises
         ------
         InputError
-            `batch` is no `Batch`, or `rules` are neither a mapping to rules nor a function.
+            `batch` is no `Batch`, `rules` are neither a mapping to rules nor a function, or the payload holds itself.
         PlacementError
             A leaf that fits no rule, a rule that does not fit its leaf, or one for a path where there is no leaf.
         LeafError
@@ -214,7 +217,7 @@ class Packer:
         if recipe is None:
             spec = seen.spec or flatten(payload)[1]
             found = nodes(spec)
-            self._check_leaves(found, seen.leaves)
+            check_leaves(found, seen.leaves, self.device)
             columns, placed = lower(found, seen.leaves, batch.spans, rules)
             plan = plan_columns(self._tables.look(seen.leaves), [(column,) for column in columns])
             recipe = TreeRecipe(plan, spec, batch.spans, tuple(placed))
@@ -247,6 +250,8 @@ class Packer:
 
         Raises
         ------
+        InputError
+            `plan` is no `Plan`; told only with `validate`.
         LeafError
             The leaves differ from the plan's in number, dtype, shape, strides or device, or one has no memory.
         DeviceError
@@ -256,11 +261,13 @@ class Packer:
         torch.cuda.OutOfMemoryError
             See `pack`.
         """
-        if validate and not (plan.signature.matches(leaves) or plan.signature.admits(leaves)):
-            raise LeafError(
-                f"these {len(leaves)} leaves differ from those of the plan ({len(plan.use.routes)}) in number, dtype, "
-                "shape, strides or device; make a plan for them"
-            )
+        if validate:
+            try:
+                fit = plan.signature.matches(leaves) or plan.signature.admits(leaves)
+            except (AttributeError, TypeError, RuntimeError):  # things that are no plan, or no tensors
+                fit = False
+            if not fit:
+                check_fit(plan, leaves)
         if stream is not None or after is not None:
             with self._behind(plan, leaves, stream, after):
                 return self.run(plan, leaves, validate=False)
@@ -286,11 +293,15 @@ class Packer:
 
         Raises
         ------
+        InputError
+            `nbytes` is no integer of at least 0, or `slabs` none of at least 1.
         ClosedError
             The packer was closed.
         torch.cuda.OutOfMemoryError
             There is not that much device memory. What could be allocated stays.
         """
+        check_integer("nbytes", nbytes, 0)
+        check_integer("slabs", slabs, 1)
         with self._lock:
             self._check_open()
             if self._engine is not None:
@@ -367,19 +378,6 @@ class Packer:
         if self._closed:
             raise ClosedError("this packer was closed; make a new one")
 
-    def _check_leaves(self, found: Sequence[Node], leaves: Sequence[Tensor]) -> None:
-        for node in found:
-            for index in node.leaves:
-                leaf = leaves[index]
-                if leaf.device.type != "cpu" and leaf.device != self.device:
-                    raise DeviceError(
-                        f"{node.path!r} is on {leaf.device}, this packer serves {self.device}; "
-                        "use one packer per device"
-                    )
-                why_not = why_unpackable(leaf)
-                if why_not:
-                    raise LeafError(f"{node.path!r} {why_not}")
-
     @contextmanager
     def _behind(
         self,
@@ -417,7 +415,10 @@ class Packer:
         slab = torch.from_numpy(array)
         if plan.device_type != "cpu":
             if plan.device_type != self.device.type:
-                raise DeviceError(f"leaves on {plan.device_type!r}, but this packer serves {str(self.device)!r}")
+                raise DeviceError(
+                    f"leaves on {plan.device_type!r}, but this packer serves {str(self.device)!r}; "
+                    f"{what_to_do(plan.device_type)}"
+                )
             gather_host(plan, leaves, slab)
         elif self._use_triton and interpreted():
             gather_triton(plan, leaves, slab)

@@ -109,9 +109,15 @@ def lower(
 
     Raises
     ------
+    InputError
+        The rules are a class: calling it would make an object, not choose a rule.
     PlacementError
         A node fits no rule, a rule does not fit its node, or a rule names none; the message names the path.
     """
+    if isinstance(rules, type):
+        raise InputError(
+            f"rules are the class {rules.__name__}; give a mapping from path to Placement or RowMap, or a function"
+        )
     if rules is not None and not callable(rules):
         _check_paths(rules, found)
     columns: list[ColumnSpec] = []
@@ -147,10 +153,16 @@ def _lower_node(
     if rule is Placement.INVARIANT or rule is Placement.SHARED:
         return _whole(node, tensors, spans, columns, shared=rule is Placement.SHARED)
     if node.is_list:
-        raise PlacementError(f"{node.path!r} is a list of {len(tensors)} tensors; {_name(rule)} takes one tensor")
+        raise PlacementError(
+            f"{node.path!r} is a list of {len(tensors)} tensors; {_name(rule)} takes one tensor. Concatenate them, or "
+            "declare the list Placement.INVARIANT or, with one tensor per request, Placement.PER_REQUEST"
+        )
     tensor = tensors[0]
     if tensor.dim() == 0:
-        raise PlacementError(f"{node.path!r} is 0-dimensional; {_name(rule)} takes a tensor with rows")
+        raise PlacementError(
+            f"{node.path!r} is 0-dimensional; {_name(rule)} takes a tensor with rows. Declare it Placement.INVARIANT "
+            "or Placement.SHARED"
+        )
     if _is_opaque(tensor):
         raise PlacementError(
             f"{node.path!r} is sparse or quantized and can only be packed whole; {_name(rule)} takes rows of it. "
@@ -189,7 +201,8 @@ def _check_rows(node: Node, tensor: Tensor, spans: Spans) -> None:
         request = spans.request_ids[spans.consumers[worst]]
         raise PlacementError(
             f"{node.path!r} has {tensor.shape[0]} rows, but request {request!r} has rows "
-            f"[{int(spans.consumer_starts[worst])}, {int(ends[worst])})"
+            f"[{int(spans.consumer_starts[worst])}, {int(ends[worst])}). Give all rows of the batch, or say by a "
+            "RowMap which rows are whose"
         )
 
 
@@ -198,7 +211,7 @@ def _per_request(node: Node, tensors: Sequence[Tensor], spans: Spans, columns: l
         given = f"a list of {len(tensors)} tensors" if node.is_list else "one tensor"
         raise PlacementError(
             f"{node.path!r} is {given}; {_name(Placement.PER_REQUEST)} takes a list of {len(spans.request_ids)}, "
-            "one per request of the batch"
+            "one per request of the batch. Give such a list, or declare it Placement.INVARIANT, the same for all"
         )
     groups: dict[object, list[int]] = {}  # consumers whose tensors can share a column
     for consumer, request in enumerate(spans.consumers):
@@ -244,11 +257,14 @@ def _whole(node: Node, tensors: Sequence[Tensor], spans: Spans, columns: list[Co
 def _row_map(node: Node, tensor: Tensor, spans: Spans, rule: RowMap, columns: list[ColumnSpec]) -> Placed:
     for request, (start, rows) in rule.rows.items():
         if request not in spans.request_ids:
-            raise PlacementError(f"the row map of {node.path!r} names {request!r}, which is not in the batch")
+            raise PlacementError(
+                f"the row map of {node.path!r} names {request!r}, which is not in the batch; leave it out, or add the "
+                "request to the batch"
+            )
         if start < 0 or rows < 0 or start + rows > tensor.shape[0]:
             raise PlacementError(
                 f"the row map of {node.path!r} gives request {request!r} rows [{start}, {start + rows}) "
-                f"of {tensor.shape[0]}"
+                f"of {tensor.shape[0]}; give a first row and a number of rows within them"
             )
     named = [consumer for consumer, i in enumerate(spans.consumers) if spans.request_ids[i] in rule.rows]
     if not named:

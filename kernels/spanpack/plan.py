@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .columns import ColumnSpec, Int64Array
-from .signature import Signature
+from .signature import PlanSignature
 
 
 class Route(Enum):
@@ -134,7 +134,7 @@ class Plan:
     device_bytes: int
     slab_bytes: int
     payload_bytes: int
-    signature: Signature
+    signature: PlanSignature
 
     def __repr__(self) -> str:
         return (

@@ -7,7 +7,7 @@ and the segments of all columns are made together: a NumPy call costs the same f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,11 +43,23 @@ def make_plan(leaves: Sequence[Tensor], columns: Sequence[ColumnSpec], device_ty
     ------
     PlacementError
         A piece lies outside its leaf, the leaves of a column differ in dtype or row shape, or its arrays differ in
-        length or are none of integers.
+        length or are none of integers, or `columns` hold something else.
     LeafError
-        A leaf that can only be moved whole (sparse, quantized) is asked for in part.
+        A leaf that is no tensor, or one that can only be moved whole (sparse, quantized) and is asked for in part.
     """
+    _check_kinds(leaves, columns)
     return plan_columns(LeafLooks.of(leaves, device_type), [(column,) for column in _detached(columns)])
+
+
+def _check_kinds(leaves: Any, columns: Any) -> None:
+    """Raise for what is no sequence of tensors, or none at all."""
+    if not (isinstance(leaves, Sized) and isinstance(leaves, Iterable)):
+        raise LeafError(f"leaves are a {type(leaves).__name__}; give a sequence of tensors")
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            raise LeafError(f"leaf {index} is a {type(leaf).__name__}; give a tensor")
+    if not isinstance(columns, Iterable):
+        raise PlacementError(f"columns are a {type(columns).__name__}; give a sequence of ColumnSpec")
 
 
 def _detached(columns: Sequence[ColumnSpec]) -> list[ColumnSpec]:
@@ -67,6 +79,8 @@ def _detached(columns: Sequence[ColumnSpec]) -> list[ColumnSpec]:
 
     found = []
     for index, column in enumerate(columns):
+        if not isinstance(column, ColumnSpec):
+            raise PlacementError(f"column {index} is a {type(column).__name__}; give a ColumnSpec")
         starts, rows = own(index, column.starts), own(index, column.rows)
         one_leaf = isinstance(column.leaves, (int, np.integer))
         leaves = int(column.leaves) if one_leaf else own(index, column.leaves)

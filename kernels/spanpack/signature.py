@@ -21,6 +21,14 @@ class Signature(Protocol):
         ...
 
 
+class PlanSignature(Signature, Protocol):
+    """One that can also say what is wrong."""
+
+    def misfit(self, leaves: Any) -> str | None:
+        """How these differ from the leaves it was made from, in words; None if `admits` would be true."""
+        ...
+
+
 class _GuardSignature:
     """Torch's own tensor guards, which compare all leaves in one C++ call (64 leaves: 4 us, in Python 16)."""
 

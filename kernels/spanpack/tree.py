@@ -9,6 +9,7 @@ same places, which is what makes a plan reusable.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -16,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor
 
-from .errors import LeafError
+from .errors import InputError, LeafError
 
 TreeSpec = tuple[Any, ...]  # flat, in walking order: LEAF, VALUE or (kind, *description) followed by the children
 
@@ -43,12 +44,53 @@ def flatten(tree: Any) -> tuple[list[Tensor], TreeSpec, list[Any]]:
     values : list
         What is neither container nor tensor, in walking order. Lists of plain values count as one value. Lists and
         NumPy arrays are copied; objects of other types are kept by reference.
+
+    Raises
+    ------
+    InputError
+        A container holds itself, or containers are nested deeper than Python can walk.
+    LeafError
+        A set or deque holds tensors.
     """
     leaves: list[Tensor] = []
     spec: list[Any] = []
     values: list[Any] = []
-    _walk(tree, leaves, spec, values)
+    try:
+        _walk(tree, leaves, spec, values)
+    except RecursionError:
+        raise InputError(_why_endless(tree)) from None
     return leaves, tuple(spec), values
+
+
+def _why_endless(tree: Any) -> str:
+    """What keeps a tree from being walked to its end, found without recursion and in the order of the walk."""
+    walks = [(id(tree), "", iter(_children_by_name(tree)))]
+    while walks and len(walks) <= sys.getrecursionlimit():
+        step = next(walks[-1][2], None)
+        if step is None:
+            walks.pop()
+            continue
+        name, child = step
+        path = [*(walk[1] for walk in walks[1:]), name]
+        for depth, (above, _, _) in enumerate(walks):
+            if id(child) == above:
+                holder = f"the container {'.'.join(path[:depth])!r}" if depth else "the payload"
+                return f"{holder} holds itself, at {'.'.join(path)!r}; give a tree, without the reference back"
+        children = _children_by_name(child)
+        if children:
+            walks.append((id(child), name, iter(children)))
+    return "the payload is nested deeper than Python's recursion limit lets it be walked; give a flatter one"
+
+
+def _children_by_name(node: Any) -> list[tuple[str, Any]]:
+    if isinstance(node, Mapping):
+        return [(str(key), child) for key, child in node.items()]
+    if isinstance(node, (list, tuple)):
+        names = getattr(node, "_fields", range(len(node)))
+        return [(str(name), child) for name, child in zip(names, node, strict=True)]
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
+    return []
 
 
 def _walk(node: Any, leaves: list[Tensor], spec: list[Any], values: list[Any]) -> None:

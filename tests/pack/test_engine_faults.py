@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from spanpack import Batch, LeafError, Packer
+from spanpack.config import ConfigTable
 from spanpack.pool import Shelf
 from tests.support.compare import assert_same
 from tests.support.fake_device import SIDE
@@ -29,6 +30,10 @@ def rig() -> Rig:
 
 @pytest.fixture
 def packer(rig: Rig) -> Packer:
+    return _packer_on(rig)
+
+
+def _packer_on(rig: Rig) -> Packer:
     """A packer that runs on the rig's engine."""
     packer = Packer("cpu")
     packer._engine, packer._device_type = rig.engine, "cpu"
@@ -64,15 +69,19 @@ def test_a_tensor_without_memory_is_an_error_rather_than_a_wild_read(rig: Rig) -
 
 @pytest.mark.parametrize("path", ["kernel", "late", "torch"])
 @pytest.mark.parametrize(
-    ("model", "make", "name"),
+    ("model", "make", "message"),
     [
-        (torch.clone, _freed, "Tensor"),
-        (lambda leaf: torch.nn.Parameter(leaf.float()), lambda leaf: _Wrapper(leaf.float()), "_Wrapper"),
+        (torch.clone, _freed, "leaf 0, a Tensor, has no memory of its own: its storage was freed; pack it before"),
+        (
+            lambda leaf: torch.nn.Parameter(leaf.float()),
+            lambda leaf: _Wrapper(leaf.float()),
+            "leaf 0, a _Wrapper, has no memory of its own: it stands for other tensors; pack those",
+        ),
     ],
     ids=["freed", "wrapper"],
 )
 def test_so_is_one_that_is_taken_for_a_leaf_of_a_known_plan(
-    rig: Rig, packer: Packer, model: Callable[..., Any], make: Callable[..., Any], name: str, path: str
+    rig: Rig, packer: Packer, model: Callable[..., Any], make: Callable[..., Any], message: str, path: str
 ) -> None:
     if path == "late":
         rig.pool.budget_bytes = 0
@@ -82,10 +91,43 @@ def test_so_is_one_that_is_taken_for_a_leaf_of_a_known_plan(
     for _ in range(2):
         packer.pack({"x": leaf}, BATCH).wait()
     launches = rig.device.launches
-    with pytest.raises(LeafError, match=f"leaf 0, a {name}, has no memory of its own: its storage was freed, or it"):
+    with pytest.raises(LeafError, match=message):
         packer.pack({"x": make(numbers(1))}, BATCH)
     assert rig.device.launches == launches
     assert_same(packer.pack({"x": leaf}, BATCH).views()["a"]["x"], leaf.detach())
+    gc.collect()
+    assert rig.pool.in_use == rig.engine.staging.in_use == 0
+
+
+@pytest.mark.parametrize("direct_store_bytes", [0, 1 << 20], ids=["copied", "stored directly"])
+@pytest.mark.parametrize(
+    "given",
+    [(13, "Permission denied", "/cache/kernel"), (28, "No space left on device")],
+    ids=["not allowed", "full"],
+)
+def test_a_kernel_that_can_not_be_compiled_at_the_first_pack_leaves_all_to_torch(
+    given: tuple[Any, ...], direct_store_bytes: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For want of a cache that can be written, say; nothing was warmed up."""
+    rig = Rig(configs=ConfigTable(direct_store_bytes=direct_store_bytes))
+    packer = _packer_on(rig)
+
+    def bind(*_: object) -> None:
+        raise OSError(*given)  # made here: the traceback of one that lives on would hold the slab
+
+    monkeypatch.setattr(rig.launcher, "bind", bind)
+    for step in range(3):
+        leaf = numbers(step)
+        strided = numbers(step + 10).t().contiguous().t()
+        views = packer.pack({"x": leaf, "y": strided}, BATCH).views()
+        assert_same(views["a"]["x"], leaf)
+        assert_same(views["a"]["y"], strided)
+    assert packer.backend == "torch"
+    assert rig.fallbacks.counts() == {"triton failed": 1, "strided": 3}
+    warnings = [record.getMessage() for record in caplog.records if "Triton" in record.getMessage()]
+    assert warnings == [f"spanpack: the Triton kernel can't be used ({OSError(*given)}); gathering with torch copies"]
+    assert (rig.device.launches, packer.stats().copies, packer.stats().direct_stores) == (0, 3, 0)
+    del views
     gc.collect()
     assert rig.pool.in_use == rig.engine.staging.in_use == 0
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from spanpack import ClosedError, Fetcher, LeafError
+from spanpack import ClosedError, DeviceError, Fetcher, LeafError
 from spanpack import fetch as fetch_module
 from tests.support.compare import assert_same
 from tests.support.fake_device import FakeDevice
@@ -133,6 +133,23 @@ def test_a_failing_copy_leaves_it_usable(device: FakeDevice, monkeypatch: pytest
     fetched = fetch(fetcher, SOURCES[2])
     fetched.landed.synchronize()
     assert fetched.tensor.item() == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("cpu", "device 'cpu' has no streams to copy on; give a CUDA or ROCm device"),
+        (torch.device("cpu"), "device 'cpu' has no streams"),
+        ("meta", "device 'meta'"),
+        ("nonsense", "device 'nonsense' is none that torch knows"),
+        ("cuda:99", "device 'cuda:99', but torch sees"),
+        (torch.device("cuda", 99), "device 'cuda:99', but torch sees"),
+    ],
+    ids=str,
+)
+def test_a_device_that_it_can_not_serve_is_named(given: Any, message: str) -> None:
+    with pytest.raises(DeviceError, match=message):
+        Fetcher(given)
 
 
 def test_closing_waits_for_what_is_in_flight(device: FakeDevice) -> None:

@@ -93,6 +93,24 @@ def test_options_that_mean_nothing(options: Any) -> None:
         Packer("cpu", **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nbytes": -1}, "nbytes=-1; give an integer of at least 0"),
+        ({"nbytes": 1e6}, "nbytes=1000000.0"),
+        ({"nbytes": None}, "nbytes=None"),
+        ({"nbytes": 1, "slabs": 0}, "slabs=0; give an integer of at least 1"),
+        ({"nbytes": 1, "slabs": "2"}, "slabs='2'"),
+    ],
+    ids=str,
+)
+def test_reservations_that_mean_nothing(options: Any, message: str) -> None:
+    packer = Packer("cpu")
+    with pytest.raises(InputError, match=message):
+        packer.reserve(**options)
+    packer.reserve(np.int64(0), slabs=np.int32(1))  # type: ignore[arg-type]
+
+
 def test_integers_of_numpy_are_limits_too() -> None:
     assert Packer("cpu", pinned_budget_bytes=np.int64(1 << 20), slabs_per_class=np.int32(2)).backend == "torch"  # type: ignore[arg-type]
 
@@ -103,9 +121,11 @@ def test_integers_of_numpy_are_limits_too() -> None:
         ("b", None, r"batch is a str; give a spanpack\.Batch"),
         (None, None, "batch is a NoneType"),
         (Batch(["a"], [3]), [1], r"rules are \[1\]; give a mapping from path to Placement or RowMap, or a function"),
+        (Batch(["a"], [3]), Placement, "rules are the class Placement; give a mapping from path to Placement"),
+        (Batch(["a"], [3]), RowMap, "rules are the class RowMap"),
         (Batch(["a"], [3]), {"x": [1]}, r"rules are \{'x': \[1\]\}; give a mapping"),
     ],
-    ids=["text for a batch", "no batch", "list of rules", "list for a rule"],
+    ids=["text for a batch", "no batch", "list of rules", "placements", "row maps", "list for a rule"],
 )
 def test_batches_and_rules_that_are_none(batch: Any, rules: Any, message: str) -> None:
     packer, payload = Packer("cpu"), {"x": torch.arange(3)}
@@ -166,9 +186,84 @@ def test_a_leaf_that_was_freed_after_its_plan_was_made(layout: str) -> None:
     leaf, freed = (views[layout](torch.ones(4, 4)) for _ in range(2))
     packer.pack({"x": leaf}, batch)
     freed.untyped_storage().resize_(0)
-    with pytest.raises(LeafError, match="leaf 0, a Tensor, has no memory of its own: its storage was freed, or it"):
+    with pytest.raises(LeafError, match="leaf 0, a Tensor, has no memory of its own: its storage was freed; pack"):
         packer.pack({"x": freed}, batch)
     assert torch.equal(packer.pack({"x": leaf}, batch).views()["a"]["x"], leaf)
+
+
+def test_a_leaf_that_was_freed_before_its_plan_was_made() -> None:
+    freed = torch.ones(4, 4)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(LeafError, match="'x' is a Tensor whose storage was freed; pack it before it is freed"):
+        Packer("cpu").pack({"x": freed}, Batch(["a"], [4]))
+
+
+LEAF = torch.zeros(4, 6)
+
+
+@pytest.mark.parametrize("times_run", [0, 1, 3], ids=lambda times: f"run {times} times")
+@pytest.mark.parametrize(
+    ("leaves", "message"),
+    [
+        (None, r"these leaves differ from those of the plan \(2\): given a NoneType, not a sequence of tensors"),
+        (3, "given a int, not a sequence"),
+        ([LEAF], r"these 1 leaves differ from those of the plan \(2\): given 1, expected 2; make a plan for them"),
+        ([LEAF, None], "leaf 1 is a NoneType, not a tensor"),
+        ([LEAF, LEAF.half()], r"leaf 1 is float16\[4, 6\] with strides \(6, 1\) on cpu, expected float32\[4, 6\] with"),
+        ([LEAF, LEAF[:3]], r"leaf 1 is float32\[3, 6\] .* expected float32\[4, 6\]"),
+        ([LEAF, torch.zeros(6, 4).t()], r"leaf 1 is float32\[4, 6\] with strides \(1, 4\) on cpu"),
+        ([LEAF, LEAF.to("meta")], r"leaf 1 is float32\[4, 6\] with strides \(6, 1\) on meta, expected .* on cpu;"),
+        ([LEAF, LEAF.to_sparse()], r"leaf 1 is float32\[4, 6\] with layout torch\.sparse_coo on cpu"),
+        ([LEAF, torch._neg_view(LEAF)], r"leaf 1 is float32.* on cpu, lazily conjugated or negated, expected"),
+        ([LEAF, torch.tensor(1.0)], r"leaf 1 is float32\[\] with strides \(\) on cpu"),
+    ],
+    ids=["none", "number", "few", "none in it", "dtype", "rows", "strides", "meta", "sparse", "lazy", "0-d"],
+)
+def test_leaves_that_a_plan_was_not_made_for_are_told_apart(leaves: Any, message: str, times_run: int) -> None:
+    packer = Packer("cpu")
+    plan = make_plan([LEAF, LEAF], [ColumnSpec.whole(0, LEAF), ColumnSpec.whole(1, LEAF)])
+    for _ in range(times_run):
+        packer.run(plan, [LEAF, LEAF])
+    with pytest.raises(LeafError, match=message):
+        packer.run(plan, leaves)
+    assert packer.stats().packs == times_run
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*")
+def test_nor_was_it_made_for_a_nested_one() -> None:
+    plan = make_plan([LEAF], [ColumnSpec.whole(0, LEAF)])
+    with pytest.raises(LeafError, match="leaf 0 is a nested tensor"):
+        Packer("cpu").run(plan, [_nested(torch.jagged)])
+
+
+@pytest.mark.parametrize("plan", [None, "plan", LEAF], ids=["none", "text", "tensor"])
+def test_plans_that_are_none(plan: Any) -> None:
+    with pytest.raises(InputError, match=f"plan is a {type(plan).__name__}; give one from spanpack.make_plan"):
+        Packer("cpu").run(plan, [LEAF])
+
+
+def _cycles() -> dict[str, Any]:
+    in_itself: dict[str, Any] = {"x": LEAF}
+    in_itself["self"] = in_itself
+    deep: dict[str, Any] = {"x": LEAF, "a": {"b": [LEAF, "head"]}}
+    deep["a"]["b"].append((1, {"up": deep["a"]}))
+    flat: Any = LEAF
+    for _ in range(100_000):
+        flat = [flat]
+    return {"itself": in_itself, "deep": deep, "nested": flat}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("itself", "the payload holds itself, at 'self'; give a tree"),
+        ("deep", r"the container 'a' holds itself, at 'a\.b\.2\.1\.up'; give a tree"),
+        ("nested", "the payload is nested deeper than Python's recursion limit"),
+    ],
+)
+def test_payloads_without_an_end(name: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Packer("cpu").pack(_cycles()[name], Batch(["a"], [4]))
 
 
 def _nested(layout: torch.layout) -> torch.Tensor:

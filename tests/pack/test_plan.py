@@ -202,6 +202,21 @@ def test_arrays_of_a_column_that_change_later_do_not_change_the_plan(name: str) 
     assert [piece.tolist() for piece in found] == [[0], [14, 15]]
 
 
+@pytest.mark.parametrize(
+    ("leaves", "columns", "error", "message"),
+    [
+        (None, [], LeafError, "leaves are a NoneType; give a sequence of tensors"),
+        ([LEAVES[0], 3], [], LeafError, "leaf 1 is a int; give a tensor"),
+        ([None], [rows(0, [0], [1])], LeafError, "leaf 0 is a NoneType"),
+        (LEAVES, None, PlacementError, "columns are a NoneType; give a sequence of ColumnSpec"),
+        (LEAVES, [rows(0, [0], [1]), 7], PlacementError, "column 1 is a int; give a ColumnSpec"),
+    ],
+)
+def test_leaves_and_columns_that_are_none(leaves: Any, columns: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make_plan(leaves, columns)
+
+
 @pytest.mark.parametrize("leaf", [-1, 2])
 def test_a_column_of_a_leaf_that_is_not_there(leaf: int) -> None:
     with pytest.raises(PlacementError, match=f"leaf {leaf}, but there are 2 leaves"):

@@ -6,10 +6,13 @@ import os
 from collections.abc import Callable
 from random import Random
 from typing import Any
+from unittest import mock
 
+import numpy as np
 from torch import Tensor
 
 from spanpack import Packer, Plan, flatten
+from spanpack import packer as packer_module
 from tests.support.compare import assert_same_tree, assert_slab, poisoned
 from tests.support.leaves import scribble
 from tests.support.random_cases import Case, random_case
@@ -54,10 +57,19 @@ def try_cases(check: Callable[[Case], None], examples: int) -> None:
 
 
 def check_pack(case: Case, packer: Packer) -> None:
-    """Pack, overwrite all sources, compare every byte that every consumer got and what was counted."""
+    """Pack, overwrite all sources, compare every byte that every consumer got and what was counted.
+
+    On the CPU the destination is full of poison before; a slab has what earlier cases left in it.
+    """
     payload = case.payload(packer.device.type)
     before = packer.stats()
-    packed = packer.pack(payload, case.batch(), case.rules)
+    if packer.device.type == "cpu":
+        numpy = _PoisonedNumpy()
+        with mock.patch.object(packer_module, "np", numpy):
+            packed = packer.pack(payload, case.batch(), case.rules)
+        assert numpy.allocations == 1, "the destination was not made where this poisons it"
+    else:
+        packed = packer.pack(payload, case.batch(), case.rules)
     for leaf in flatten(payload)[0]:
         scribble(leaf)
     expected = case.expected()
@@ -68,6 +80,21 @@ def check_pack(case: Case, packer: Packer) -> None:
     copies = int(plan.device_bytes > engine.configs.direct_store_bytes) if engine is not None else 0
     assert after.packs - before.packs == 1
     assert (after.launches - before.launches, after.copies - before.copies) == (launches, copies)
+
+
+class _PoisonedNumpy:
+    """NumPy, with poison in what it allocates: fresh memory may happen to hold the right bytes."""
+
+    def __init__(self) -> None:
+        self.allocations = 0
+
+    def empty(self, nbytes: int, dtype: type) -> np.ndarray[Any, Any]:
+        assert dtype is np.uint8
+        self.allocations += 1
+        return poisoned(nbytes).numpy()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
 
 
 Gather = Callable[[Plan, Any, Tensor], None]
