@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .columns import Int64Array
 from .plan import LeafUse, Route
+from .signature import guarded
 
 _MOST_USES = 8  # sets of leaves that are remembered; a structure rarely has more than one
 
@@ -114,7 +115,7 @@ class LeafTable:
         """Whether leaves look like these but for their rows; fast, but may be stricter than need be."""
         if len(leaves) != len(self._looks):
             return False
-        return bool(self._check(*leaves)) if self._check is not None else self.admits(leaves)
+        return self._check(leaves) if self._check is not None else self.admits(leaves)
 
     def admits(self, leaves: Sequence[Tensor]) -> bool:
         """The same, slower and without false alarms: inference mode and gradients make no difference."""
@@ -135,7 +136,9 @@ class LeafTable:
             return tuple([leaf.shape[0] if leaf.dim() else 1 for leaf in leaves])
         return tuple([leaf.shape[0] for leaf in leaves])
 
-    def guard(self, leaves: Sequence[Tensor], row_counts: Sequence[int] | None) -> Callable[..., bool] | None:
+    def guard(
+        self, leaves: Sequence[Tensor], row_counts: Sequence[int] | None
+    ) -> Callable[[Sequence[Tensor]], bool] | None:
         """Torch's own tensor guards, which compare all leaves in one C++ call (64 leaves: 4 us, in Python 50).
 
         Parameters
@@ -159,8 +162,8 @@ class LeafTable:
         try:
             guards: Any = torch._C._dynamo.guards
             made = guards.TensorGuards(*leaves, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
-            check: Callable[..., bool] = made.check
-            return check if check(*leaves) else None
+            check = guarded(made.check)
+            return check if check(leaves) else None
         except (AttributeError, TypeError, RuntimeError):
             return None
 
@@ -211,7 +214,8 @@ class LeafLooks:
     def __init__(self, table: LeafTable, row_counts: tuple[int, ...]) -> None:
         self.table = table
         self.row_counts = row_counts
-        self._check: Callable[..., bool] | None = None  # knows the rows; made when leaves have come again
+        # Knows the rows; made when leaves have come again.
+        self._check: Callable[[Sequence[Tensor]], bool] | None = None
 
     @staticmethod
     def of(leaves: Sequence[Tensor], device_type: str | None = None) -> LeafLooks:
@@ -222,7 +226,7 @@ class LeafLooks:
     def matches(self, leaves: Sequence[Tensor]) -> bool:
         """Whether these leaves may be taken for those it was made from; fast, but may be stricter than need be."""
         if self._check is not None:
-            return len(leaves) == len(self.row_counts) and bool(self._check(*leaves))
+            return len(leaves) == len(self.row_counts) and self._check(leaves)
         if not self.table.matches(leaves) or self.table.row_counts(leaves) != self.row_counts:
             return False
         self.sharpen(leaves)

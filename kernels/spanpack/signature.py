@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,21 @@ class PlanSignature(Signature, Protocol):
         ...
 
 
+_is_nested = attrgetter("is_nested")
+
+
+def guarded(check: Callable[..., bool]) -> Callable[[Sequence[Tensor]], bool]:
+    """Torch's guards for a sequence, without what they can't bear: a nested tensor makes them abort the process."""
+
+    def matches(leaves: Sequence[Tensor]) -> bool:
+        try:
+            return True not in map(_is_nested, leaves) and check(*leaves)
+        except AttributeError:  # not even a tensor
+            return False
+
+    return matches
+
+
 class _GuardSignature:
     """Torch's own tensor guards, which compare all leaves in one C++ call (64 leaves: 4 us, in Python 16)."""
 
@@ -36,10 +52,10 @@ class _GuardSignature:
         self._count = len(leaves)
         self._plain = _PlainSignature(leaves)
         guards: Any = torch._C._dynamo.guards
-        self._check = guards.TensorGuards(*leaves, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        self._check = guarded(guards.TensorGuards(*leaves, dynamic_dims_sizes=None, dynamic_dims_strides=None).check)
 
     def matches(self, leaves: Sequence[Tensor]) -> bool:
-        return len(leaves) == self._count and bool(self._check(*leaves))
+        return len(leaves) == self._count and self._check(leaves)
 
     def admits(self, leaves: Sequence[Tensor]) -> bool:
         return self._plain.matches(leaves)

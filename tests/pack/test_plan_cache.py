@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -162,3 +164,29 @@ def test_keys_that_are_equal_but_of_other_types_are_not_taken_for_each_other() -
             for key in (1, True, 1.0):
                 (found,) = packer.pack({key: torch.ones(2)}, batch).views()["a"]
                 assert type(found) is type(key)
+
+
+def test_a_nested_tensor_in_the_place_of_another_is_an_error_and_not_the_end_of_the_process() -> None:
+    """In a process of its own: torch's guards, left alone, abort."""
+    program = """
+import torch
+from spanpack import Batch, LeafError, Packer, PlanCache, make_plan, ColumnSpec
+leaf = torch.zeros(3, 4)
+nested = torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(1, 4)])
+packer, batch, plan = Packer("cpu"), Batch(["a"], [3]), make_plan([leaf], [ColumnSpec.whole(0, leaf)])
+cache = PlanCache()
+cache.keep(cache.look({"x": leaf}, "k"), "k", "entry")
+assert cache.look({"x": leaf}, "k").entry == "entry"
+assert cache.look({"x": nested}, "k").entry is None
+for attempt in (lambda: packer.pack({"x": nested}, batch), lambda: packer.run(plan, [nested])):
+    for _ in range(3):
+        packer.pack({"x": leaf}, batch)
+        packer.run(plan, [leaf])
+        try:
+            attempt()
+        except LeafError:
+            continue
+        raise SystemExit("no error")
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
