@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -210,8 +209,8 @@ class PackedPath:
 
     def stats(self) -> RunnerStats:
         """Return the counters as they are now."""
-        stats = self.counters.read(self._packer.stats() if self._packer is not None else None)
-        return replace(stats, token_copies=self._token_copy.count)
+        pack = self._packer.stats() if self._packer is not None else None
+        return self.counters.read(pack, self._token_copy.count)
 
     def close(self) -> None:
         """Finish what is in flight, within a bound, and give the memory back. Harmless when repeated."""

@@ -93,7 +93,7 @@ class StepCounters:
         with self._lock:
             self._builder_ns += duration_ns
 
-    def read(self, pack: spanpack.Stats | None) -> RunnerStats:
+    def read(self, pack: spanpack.Stats | None, token_copies: int) -> RunnerStats:
         """Return the counters as they are now."""
         with self._lock:
             return RunnerStats(
@@ -102,6 +102,7 @@ class StepCounters:
                 mirror=dict(self._mirror),
                 stock=dict(self._stock),
                 builder_s=self._builder_ns / 1e9,
+                token_copies=token_copies,
                 pack=pack,
             )
 

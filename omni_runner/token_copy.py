@@ -17,7 +17,7 @@ import spanpack
 
 logger = logging.getLogger("vllm.omni_runner")
 
-# Arguments of vLLM's output object. What the first three ask for is little more than the tokens' copy.
+# Arguments of vLLM's output object: those of the tokens' copy, and those that ask for others.
 _OF_TOKENS = frozenset(("sampled_token_ids", "invalid_req_indices", "async_output_copy_stream", "vocab_size"))
 _OF_OTHER_COPIES = frozenset(("logprobs_tensors", "routed_experts", "num_nans", "check_ep_fault"))
 

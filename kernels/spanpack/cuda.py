@@ -20,7 +20,7 @@ from ._runtime import TorchRuntime
 from .backends import wrong_device
 from .config import ConfigTable
 from .flight import Events, Flight
-from .gather import Launcher, check_memory, copy_opaque, gather_host, gather_torch, stage
+from .gather import Launcher, addresses_of, check_memory, copy_opaque, gather_host, gather_torch, stage
 from .late import MOST_WAITING, LateCopies, LateCopy
 from .plan import Plan
 from .pool import HostPool, HostSlab
@@ -114,7 +114,7 @@ class CudaEngine:
         stream: int,
     ) -> Flight:
         """Gather into the device slab, and have the copy engine bring it to the pinned slab."""
-        flight = host.flight = device.flight = Flight(host.events or self._make_events(host))
+        flight = host.flight = device.flight = Flight(host.events or host.make_events(self.runtime.make_event))
         device.turn = self.copies
         try:
             self._gather(plan, leaves, resident, device, stream, flight)
@@ -130,7 +130,7 @@ class CudaEngine:
 
     def _store(self, plan: Plan, leaves: Sequence[Tensor], resident: Resident, host: HostSlab, stream: int) -> Flight:
         """The kernel stores into the pinned slab, which the device has mapped: no device slab and no copy."""
-        flight = host.flight = Flight(host.events or self._make_events(host))
+        flight = host.flight = Flight(host.events or host.make_events(self.runtime.make_event))
         try:
             self._gather(plan, leaves, resident, host, stream, flight)
         finally:  # also where it failed: what was queued may still write
@@ -152,7 +152,7 @@ class CudaEngine:
             assert isinstance(slab, DeviceSlab)
             gather_torch(plan, leaves, slab.tensor)
             return
-        addresses = tuple(map(_address_of, leaves)) if resident.reads_every_leaf else resident.addresses(leaves)
+        addresses = tuple(map(_address_of, leaves)) if resident.reads_every_leaf else addresses_of(plan, leaves)
         try:
             if resident.stream != stream:
                 self._change_stream(resident, stream)
@@ -167,10 +167,6 @@ class CudaEngine:
             raise
         resident.flight = flight
         resident.turn = self.launches = self.launches + 1
-
-    def _make_events(self, host: HostSlab) -> Events:
-        host.events = Events.make(self.runtime.make_event)
-        return host.events
 
     def _make_resident(self, plan: Plan, leaves: Sequence[Tensor]) -> Resident | None:
         """Check what a kernel would read and bring the plan's descriptors into being; None to gather with torch."""
@@ -260,10 +256,10 @@ class CudaEngine:
             )
         array = np.empty(plan.slab_bytes, dtype=np.uint8)
         try:
-            device = DeviceSlab(plan.device_bytes, self.runtime)
+            device = DeviceSlab(plan.device_bytes, self.runtime, stream)
         except torch.cuda.OutOfMemoryError:
             return self._run_leaf_by_leaf(plan, leaves, array.data, None, stream)
-        flight = Flight(Events.make(self.runtime.make_event))
+        flight = device.flight
         try:
             self._gather(plan, leaves, resident, device, stream, flight)
         finally:  # also where it failed: what was queued may still read the descriptors
@@ -283,7 +279,7 @@ class CudaEngine:
         if host is None:
             flight = Flight(Events.make(self.runtime.make_event))
         else:
-            flight = host.flight = Flight(host.events or self._make_events(host))
+            flight = host.flight = Flight(host.events or host.make_events(self.runtime.make_event))
         gather_torch(plan, leaves, _bytes(lease))
         self.copies += len(plan.device_runs)
         self.copied_bytes += plan.payload_bytes
@@ -303,8 +299,7 @@ class CudaEngine:
         """Allocate device slabs for `slabs` packs of `nbytes` in flight."""
         with self.runtime.as_current():
             self.ring.reserve(nbytes, slabs)
-            # They are filled with zeros on this stream, and whoever had their memory before may still have work there;
-            # packs may come on any.
+            # Until their zeros are there they count as in use, and the first packs would have more allocated.
             self.runtime.synchronize_current()
 
     def warmup(self) -> None:

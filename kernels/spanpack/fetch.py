@@ -12,7 +12,7 @@ from torch import Tensor
 from ._runtime import TorchRuntime, load_runtime
 from .backends import resolve_device
 from .errors import ClosedError, LeafError
-from .flight import Events, Flight
+from .flight import Flight
 from .pool import HostPool
 
 _BUDGET_BYTES = 1 << 24
@@ -99,9 +99,7 @@ class Fetcher:
             if slab is None:
                 return None
             lease = slab.lease(nbytes)  # from here on an error gives the slab back
-            if slab.events is None:
-                slab.events = Events.make(runtime.make_event)
-            flight = slab.flight = Flight(slab.events)
+            flight = slab.flight = Flight(slab.events or slab.make_events(runtime.make_event))
             copy = flight, slab.address, source.data_ptr(), nbytes, runtime.current_stream()
             try:
                 runtime.bring_home(*copy)

@@ -98,9 +98,7 @@ def gather_triton(plan: Plan, leaves: Sequence[Tensor], slab: Tensor, config: La
     config = config or choose_config(plan.device_bytes, len(plan.segments))
     read = stage(plan, leaves)
     tiles = torch.from_numpy(make_tiles(plan.segments, config.tile_bytes)).to(slab.device)
-    known = set(plan.use.kernel)  # sparse leaves have no address
-    addresses = [leaf.data_ptr() if index in known else 0 for index, leaf in enumerate(read)]
-    table = torch.tensor(addresses, dtype=torch.int64, device=slab.device)
+    table = torch.tensor(addresses_of(plan, read), dtype=torch.int64, device=slab.device)
     kernel = _kernel()
     kernel[(len(tiles),)](tiles, table, slab, TILE_BYTES=config.tile_bytes, num_warps=config.num_warps)
 
@@ -112,6 +110,14 @@ def stage(plan: Plan, leaves: Sequence[Tensor]) -> list[Tensor]:
     for index in plan.use.staged:
         read[index] = _plain(read[index]).contiguous()
     return read
+
+
+def addresses_of(plan: Plan, leaves: Sequence[Tensor]) -> tuple[int, ...]:
+    """What the kernel has to know of the leaves; 0 for those that it does not read, which may have no address."""
+    return tuple(
+        leaf.data_ptr() if route in (Route.KERNEL, Route.STAGED) else 0
+        for leaf, route in zip(leaves, plan.use.routes, strict=True)
+    )
 
 
 def check_memory(leaves: Sequence[Tensor], indices: Sequence[int]) -> None:

@@ -156,6 +156,11 @@ class HostSlab:
         """Whether a lease of it lives."""
         return self._watch is not None and self._watch() is not None
 
+    def make_events(self, make_event: Callable[..., torch.cuda.Event]) -> Events:
+        """Make the events that it has not had yet."""
+        self.events = Events.make(make_event)
+        return self.events
+
     def crowded(self) -> bool:
         """Whether so many slabs of this size are out that views should be copied out of this one."""
         return self.shelf.is_crowded()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from ._runtime import TorchRuntime
 from .config import LaunchConfig
 from .flight import Flight
 from .gather import Launcher
-from .plan import Plan, Route
+from .plan import Plan
 from .pool import HostPool
 from .tiles import make_tiles
 
@@ -47,7 +45,6 @@ class Resident:
 
     __slots__ = (
         "_pack",
-        "_plan",
         "_upload",
         "buffer",
         "buffer_address",
@@ -89,26 +86,18 @@ class Resident:
         self.direct = direct
         self.reads_every_leaf = plan.use.reads_every_leaf
         self.has_extras = bool(plan.use.staged or plan.host_runs or plan.use.has_opaque)
-        self._plan = plan
-        self._pack = struct.Struct(f"{leaves}q").pack_into
+        self._pack = struct.Struct(f"{leaves}q")
         self._upload: np.ndarray[Any, np.dtype[np.int64]] | None = np.concatenate(
             [np.zeros(head, np.int64), tiles.ravel()]
         )
 
-    def addresses(self, leaves: Sequence[Tensor]) -> tuple[int, ...]:
-        """What the gather has to know of the leaves."""
-        return tuple(
-            leaf.data_ptr() if route in (Route.KERNEL, Route.STAGED) else 0
-            for leaf, route in zip(leaves, self._plan.use.routes, strict=True)
-        )
-
     def upload_bytes(self) -> int:
         """How much the device lacks: all of it at first, later new addresses."""
-        return 8 * len(self._plan.use.routes) if self._upload is None else self._upload.nbytes
+        return self._pack.size if self._upload is None else self._upload.nbytes
 
     def write(self, staging: memoryview, addresses: tuple[int, ...]) -> None:
         """Put what the device lacks, `upload_bytes` of it, into `staging`."""
         if self._upload is not None:
             staging[: self._upload.nbytes] = self._upload.view(np.uint8).data
             self._upload = None
-        self._pack(staging, 0, *addresses)
+        self._pack.pack_into(staging, 0, *addresses)

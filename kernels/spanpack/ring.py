@@ -17,18 +17,19 @@ class DeviceSlab:
     address, capacity
         In bytes. A slab that has left its ring has no capacity.
     flight
-        The last pack that goes through it.
+        The last pack that goes through it; at first its being zeroed, which another stream must not overtake.
     turn
         Grows from use to use, over all slabs.
     """
 
     __slots__ = ("address", "capacity", "flight", "tensor", "turn")
 
-    def __init__(self, capacity: int, runtime: TorchRuntime) -> None:
+    def __init__(self, capacity: int, runtime: TorchRuntime, stream: int) -> None:
         self.tensor = runtime.zeros(capacity)
         self.address = self.tensor.data_ptr()
         self.capacity = capacity
-        self.flight: Flight | None = None
+        self.flight = Flight(Events.make(runtime.make_event))
+        runtime.mark_landed(self.flight, stream)
         self.turn = 0
 
     def retire(self) -> None:
@@ -58,7 +59,7 @@ class DeviceRing:
     def acquire(self, nbytes: int, stream: int) -> DeviceSlab:
         """A slab that work on `stream` may write from now on. May raise torch's out-of-memory error."""
         latest = self._latest
-        if latest is not None and latest.capacity >= nbytes and latest.flight is not None and latest.flight.done:
+        if latest is not None and latest.capacity >= nbytes and latest.flight.done:
             return latest
         latest = self._latest = self._choose(nbytes, stream)
         return latest
@@ -82,7 +83,7 @@ class DeviceRing:
         for slab in self._slabs:
             if slab.capacity < nbytes:
                 continue
-            if slab.flight is None or slab.flight.is_done():
+            if slab.flight.is_done():
                 return slab
             if oldest is None or slab.turn < oldest.turn:
                 oldest = slab
@@ -92,7 +93,6 @@ class DeviceRing:
             return self._allocate(size, stream)
         if self._has_room(nbytes, size):
             return self._allocate(size, stream)
-        assert oldest.flight is not None
         self._runtime.stream_wait(stream, oldest.flight.landed)
         self.stream_waits += 1
         return oldest
@@ -109,7 +109,7 @@ class DeviceRing:
         for slab in sorted(self._slabs, key=lambda slab: slab.capacity):
             if self.nbytes + size <= self._budget_bytes:
                 return
-            if slab.flight is None or slab.flight.is_done():
+            if slab.flight.is_done():
                 self._drop(slab)
 
     def _drop(self, slab: DeviceSlab) -> None:
@@ -119,9 +119,7 @@ class DeviceRing:
 
     def _allocate(self, size: int, stream: int) -> DeviceSlab:
         """A new slab; at the limit it takes the place of the smallest, which is too small for this pack."""
-        slab = DeviceSlab(size, self._runtime)
-        slab.flight = Flight(Events.make(self._runtime.make_event))
-        self._runtime.mark_landed(slab.flight, stream)  # another stream may write it once it is zeroed
+        slab = DeviceSlab(size, self._runtime, stream)
         if len(self._slabs) >= self._max_slabs:
             self._drop(min(self._slabs, key=lambda old: old.capacity))
         self._slabs.append(slab)

@@ -9,7 +9,7 @@ import torch
 from .columns import ColumnSpec
 from .config import LaunchConfig
 from .flight import Events, Flight
-from .gather import gather_torch
+from .gather import addresses_of, gather_torch
 from .planner import make_plan
 from .resident import Resident
 
@@ -51,7 +51,7 @@ def self_test(engine: CudaEngine, config: LaunchConfig, *, direct: bool) -> None
     stream = runtime.current_stream()
     flight = Flight(Events.make(runtime.make_event))
     try:
-        engine.upload(resident, resident.addresses(leaves), stream, flight)
+        engine.upload(resident, addresses_of(plan, leaves), stream, flight)
         if host is None:
             resident.launch(packed.data_ptr(), stream)
             runtime.synchronize_current()

@@ -17,6 +17,7 @@ from spanpack.config import ConfigTable
 from spanpack.pool import Shelf
 from tests.support.compare import assert_same
 from tests.support.fake_device import SIDE
+from tests.support.leaves import Wrapper
 from tests.support.rig import ROWS, Rig, numbers, whole
 
 OTHER = 5  # handle of a stream that is not the current one
@@ -40,19 +41,6 @@ def _packer_on(rig: Rig) -> Packer:
     return packer
 
 
-class _Wrapper(torch.Tensor):
-    """A tensor without memory of its own, as quantisation libraries make them."""
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> _Wrapper:
-        wrapper: _Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
-        return wrapper
-
-    @classmethod
-    def __torch_dispatch__(cls, function: object, *_: object) -> None:
-        raise NotImplementedError(function)
-
-
 def _freed(leaf: torch.Tensor) -> torch.Tensor:
     leaf = leaf.clone()
     leaf.untyped_storage().resize_(0)
@@ -60,8 +48,8 @@ def _freed(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_tensor_without_memory_is_an_error_rather_than_a_wild_read(rig: Rig) -> None:
-    leaf = _Wrapper(numbers(1))
-    with pytest.raises(LeafError, match="leaf 0, a _Wrapper, has no memory of its own"):
+    leaf = Wrapper(numbers(1))
+    with pytest.raises(LeafError, match="leaf 0, a Wrapper, has no memory of its own"):
         rig.pack(leaf)
     assert rig.device.launches == 0
     assert rig.pool.in_use == 0
@@ -74,8 +62,8 @@ def test_a_tensor_without_memory_is_an_error_rather_than_a_wild_read(rig: Rig) -
         (torch.clone, _freed, "leaf 0, a Tensor, has no memory of its own: its storage was freed; pack it before"),
         (
             lambda leaf: torch.nn.Parameter(leaf.float()),
-            lambda leaf: _Wrapper(leaf.float()),
-            "leaf 0, a _Wrapper, has no memory of its own: it stands for other tensors; pack those",
+            lambda leaf: Wrapper(leaf.float()),
+            "leaf 0, a Wrapper, has no memory of its own: it stands for other tensors; pack those",
         ),
     ],
     ids=["freed", "wrapper"],

@@ -23,6 +23,7 @@ from spanpack import (
     RowMap,
     make_plan,
 )
+from tests.support.leaves import Wrapper
 
 
 @pytest.mark.parametrize(
@@ -166,19 +167,6 @@ def test_empty_views_stay_on_the_host_whatever_the_default_device() -> None:
         assert tree.views()["a"]["x"].device.type == "cpu"
 
 
-class _Wrapper(torch.Tensor):
-    """A tensor without memory of its own, as quantisation libraries make them."""
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> _Wrapper:
-        wrapper: _Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
-        return wrapper
-
-    @classmethod
-    def __torch_dispatch__(cls, function: object, *_: object) -> None:
-        raise NotImplementedError(function)
-
-
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "negated"])
 def test_a_leaf_that_was_freed_after_its_plan_was_made(layout: str) -> None:
     packer, batch = Packer("cpu"), Batch(["a"], [4])
@@ -278,7 +266,7 @@ def _nested(layout: torch.layout) -> torch.Tensor:
         (lambda: torch.empty(2, 4, dtype=torch.int2), r"'x\.y' is int2, narrower than a byte"),
         (lambda: _nested(torch.strided), r"'x\.y' is a nested tensor; give the list of its parts, leaf\.unbind\(\)"),
         (lambda: _nested(torch.jagged), r"'x\.y' is a nested tensor"),
-        (lambda: _Wrapper(torch.zeros(2, 3)), r"'x\.y' is a _Wrapper without memory of its own"),
+        (lambda: Wrapper(torch.zeros(2, 3)), r"'x\.y' is a Wrapper without memory of its own"),
     ],
     ids=["uint4", "int2", "nested", "jagged", "wrapper"],
 )

@@ -188,3 +188,16 @@ def scribble(tensor: Tensor) -> None:
     with torch.no_grad():
         storage = tensor.detach().untyped_storage()
         torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage).fill_(0x5A)
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without memory of its own, as quantisation libraries make them."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        wrapper: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, function: object, *_: object) -> None:
+        raise NotImplementedError(function)
