@@ -74,15 +74,34 @@ def _copy_rows(source, destination, length, row_bytes, row_stride, TILE_BYTES: t
 
 
 @triton.jit
+def _pick(leaf, a0, a1, a2, a3, a4, a5, a6, a7):
+    """The address of one of a few leaves, without memory to look it up in."""
+    low = tl.where(leaf == 1, a1, tl.where(leaf == 2, a2, tl.where(leaf == 3, a3, a0)))
+    high = tl.where(leaf == 5, a5, tl.where(leaf == 6, a6, tl.where(leaf == 7, a7, a4)))
+    return tl.where(leaf < 4, low, high)
+
+
+@triton.jit(do_not_specialize=["a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7"])
 def gather_tiles(
     tiles,  # [num_tiles, 6] int64: leaf, source byte, destination byte, length, row bytes, row stride
-    addresses,  # [num_leaves] int64: first byte of each leaf
+    addresses,  # [num_leaves] int64: first byte of each leaf; not read if PASSED
     slab,  # [slab_bytes] uint8, aligned to 16: device memory, or pinned host memory mapped into the device
+    a0,  # first byte of leaf 0 if PASSED, and so on up to eight leaves
+    a1,
+    a2,
+    a3,
+    a4,
+    a5,
+    a6,
+    a7,
+    PASSED: tl.constexpr,  # whether addresses are passed rather than stored
     TILE_BYTES: tl.constexpr,  # longest tile
 ):
     """One program copies one tile from its leaf into the slab."""
     tile = tiles + tl.program_id(0).to(tl.int64) * 6
-    source = tl.load(addresses + tl.load(tile)) + tl.load(tile + 1)
+    leaf = tl.load(tile)
+    base = _pick(leaf, a0, a1, a2, a3, a4, a5, a6, a7) if PASSED else tl.load(addresses + leaf)
+    source = base + tl.load(tile + 1)
     destination = slab.to(tl.int64) + tl.load(tile + 2)
     length = tl.load(tile + 3)
     row_bytes = tl.load(tile + 4)

@@ -19,7 +19,7 @@ from ._size_classes import LaunchConfig
 from ._tune_results import COPY_ENGINE, Bench, CallTimes, Transport
 from ._tune_workloads import Workload
 from .flight import Events, Flight
-from .gather import Launcher, gather_torch, stage
+from .gather import MOST_PASSED, Launcher, addresses_of, gather_torch, stage
 from .tiles import make_tiles
 
 POISON = 0xA5
@@ -78,11 +78,10 @@ class CudaBench:
         self._handle = owner.stream.cuda_stream
         leaves = workload.make_leaves(device)
         self._leaves = stage(plan, leaves)  # held: the kernel reads them by address
-        pointers = [leaf.data_ptr() for leaf in self._leaves]
-        kernel_leaves = set(plan.use.kernel)
-        table = torch.tensor([at if i in kernel_leaves else 0 for i, at in enumerate(pointers)], dtype=torch.int64)
-        self._pinned_addresses = table.pin_memory()
-        self._addresses = table.to(device)
+        self._addresses = addresses_of(plan, self._leaves)
+        table = torch.tensor(self._addresses, dtype=torch.int64)
+        self._pinned_table = table.pin_memory()
+        self._table = table.to(device)
         self._slab = torch.empty(plan.device_bytes + GUARD_BYTES, dtype=torch.uint8, device=device)
         self._expected = torch.full_like(self._slab, POISON)
         gather_torch(plan, leaves, self._expected)
@@ -133,18 +132,21 @@ class CudaBench:
         if tiles is None:
             table = torch.from_numpy(make_tiles(self._plan.segments, config.tile_bytes))
             tiles = self._tiles[config] = table.to(self._owner.device)
-        mapped, resident = self._pinned_addresses.data_ptr(), self._addresses.data_ptr()
-        read = mapped if transport.addresses == "mapped" else resident
+        addresses = self._addresses
+        mapped, resident = self._pinned_table.data_ptr(), self._table.data_ptr()
+        read: int | None = mapped if transport.addresses == "mapped" else resident
+        if transport.addresses == "resident" and len(addresses) <= MOST_PASSED:
+            read = None  # as the packer does it
         launch = self._owner.launcher.bind(config, len(tiles), tiles.data_ptr(), read)
         slab = (self._pinned() if transport.direct else self._slab).data_ptr()
         handle = self._handle
         if transport.addresses != "upload":
-            return lambda: launch(slab, handle)
-        upload, nbytes = self._owner.runtime.upload, self._addresses.nbytes
+            return lambda: launch(slab, handle, addresses)
+        upload, nbytes = self._owner.runtime.upload, self._table.nbytes
 
         def upload_and_launch() -> None:
             upload(resident, mapped, nbytes, handle)
-            launch(slab, handle)
+            launch(slab, handle, addresses)
 
         return upload_and_launch
 

@@ -24,7 +24,8 @@ class Transport:
     direct
         The kernel stores into mapped pinned memory; otherwise into a device slab that the copy engine brings home.
     addresses
-        Of the leaves: on the device already, copied there before the launch, or read from mapped pinned memory.
+        Of the leaves: passed to the kernel or, where they are many, on the device already; copied there before the
+        launch; or read from mapped pinned memory.
     """
 
     direct: bool = False

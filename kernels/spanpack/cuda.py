@@ -159,9 +159,10 @@ class CudaEngine:
             if resident.known != addresses:
                 if 0 in addresses:  # no leaf of a first pack was like that, but its memory may have gone since
                     check_memory(leaves, plan.use.kernel)
-                self.upload(resident, addresses, stream, flight)
-                self.uploads += 1
-            resident.launch(slab.address, stream)
+                if resident.known is not None:
+                    self.upload(resident, addresses, stream, flight)
+                    self.uploads += 1
+            resident.launch(slab.address, stream, addresses)
         except BaseException:  # an interrupt from the keyboard as well
             self.residents.pop(plan, None)  # what the device has of it is not known any more
             raise
@@ -237,7 +238,6 @@ class CudaEngine:
             staging.shelf.idle.append(staging)
             resident.write(staging.view, addresses)
             self.runtime.upload(resident.buffer_address, staging.address, nbytes, stream)
-        resident.known = addresses
 
     def _run_late(self, plan: Plan, leaves: Sequence[Tensor], resident: Resident | None, stream: int) -> Snapshot:
         """Without a pinned slab: the bytes wait in a device slab of their own until the snapshot is waited for."""

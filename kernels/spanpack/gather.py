@@ -18,7 +18,13 @@ from .plan import Column, Plan, Route, Run
 from .stats import Fallbacks
 from .tiles import make_tiles
 
-__all__ = ["Launcher", "gather_torch", "gather_triton", "interpreted", "triton_available"]
+__all__ = ["MOST_PASSED", "Launcher", "gather_torch", "gather_triton", "interpreted", "triton_available"]
+
+MOST_PASSED = 8  # leaves whose addresses the kernel takes as arguments; those of more are stored in a table
+_NO_ADDRESSES = ((1 << 40) + 1,) * MOST_PASSED  # Triton gives an integer 64 bits only where its value needs them
+
+# What `Launcher.bind` returns: takes the address of the slab, the handle of the stream and the leaves' addresses.
+Launch = Callable[[int, int, tuple[int, ...]], None]
 
 
 def gather_torch(plan: Plan, leaves: Sequence[Tensor], slab: Tensor) -> None:
@@ -98,9 +104,23 @@ def gather_triton(plan: Plan, leaves: Sequence[Tensor], slab: Tensor, config: La
     config = config or choose_config(plan.device_bytes, len(plan.segments))
     read = stage(plan, leaves)
     tiles = torch.from_numpy(make_tiles(plan.segments, config.tile_bytes)).to(slab.device)
-    table = torch.tensor(addresses_of(plan, read), dtype=torch.int64, device=slab.device)
+    addresses = addresses_of(plan, read)
+    table = torch.tensor(addresses, dtype=torch.int64, device=slab.device)
     kernel = _kernel()
-    kernel[(len(tiles),)](tiles, table, slab, TILE_BYTES=config.tile_bytes, num_warps=config.num_warps)
+    kernel[(len(tiles),)](
+        tiles,
+        table,
+        slab,
+        *_arguments(addresses),
+        PASSED=len(addresses) <= MOST_PASSED,
+        TILE_BYTES=config.tile_bytes,
+        num_warps=config.num_warps,
+    )
+
+
+def _arguments(addresses: tuple[int, ...]) -> tuple[int, ...]:
+    """What stands for the addresses among the kernel's arguments, whose number is fixed."""
+    return (addresses + _NO_ADDRESSES)[:MOST_PASSED] if len(addresses) <= MOST_PASSED else _NO_ADDRESSES
 
 
 def stage(plan: Plan, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -225,10 +245,10 @@ class Launcher:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._compiled: dict[LaunchConfig, tuple[Any, ...]] = {}
+        self._compiled: dict[tuple[LaunchConfig, bool], tuple[Any, ...]] = {}
 
-    def bind(self, config: LaunchConfig, num_tiles: int, tiles: int, addresses: int) -> Callable[[int, int], None]:
-        """A launch with all but the slab and the stream filled in; compiles on the first use of a configuration.
+    def bind(self, config: LaunchConfig, num_tiles: int, tiles: int, table: int | None) -> Launch:
+        """A launch with all filled in but what changes; compiles on the first use of a configuration.
 
         Parameters
         ----------
@@ -236,46 +256,46 @@ class Launcher:
             Tile size and warps.
         num_tiles
             Programs to launch.
-        tiles, addresses
-            Device addresses of the kernel's tables, aligned to 16.
+        tiles
+            Device address of the tiles, aligned to 16.
+        table
+            The same of the leaves' addresses. None where each launch passes them: up to `MOST_PASSED` leaves, which
+            then may be elsewhere in every step without anything being copied to the device first.
 
         Returns
         -------
         callable
-            ``launch(slab, stream)``: address of the slab, aligned to 16, and raw handle of the stream.
+            ``launch(slab, stream, addresses)``: address of the slab, aligned to 16, raw handle of the stream, and first
+            byte of each leaf, which counts only without a table.
         """
-        run, function, metadata = self._compiled.get(config) or self._compile(config)
+        passed = table is None
+        run, function, metadata = self._compiled.get((config, passed)) or self._compile(config, passed)
         tile_bytes = config.tile_bytes
+        head = num_tiles, 1, 1
 
-        def launch(slab: int, stream: int) -> None:
-            run(
-                num_tiles,
-                1,
-                1,
-                stream,
-                function,
-                metadata,
-                None,
-                None,
-                None,
-                tiles,
-                addresses,
-                slab,
-                tile_bytes,
-            )
+        def launch_passing(slab: int, stream: int, addresses: tuple[int, ...]) -> None:
+            given = (addresses + _NO_ADDRESSES)[:MOST_PASSED]
+            run(*head, stream, function, metadata, None, None, None, tiles, 0, slab, *given, True, tile_bytes)
 
-        return launch
+        def launch_from_table(slab: int, stream: int, addresses: tuple[int, ...]) -> None:
+            del addresses
+            given = _NO_ADDRESSES
+            run(*head, stream, function, metadata, None, None, None, tiles, table, slab, *given, False, tile_bytes)
 
-    def _compile(self, config: LaunchConfig) -> tuple[Any, ...]:
+        return launch_passing if passed else launch_from_table
+
+    def _compile(self, config: LaunchConfig, passed: bool) -> tuple[Any, ...]:
         with torch.cuda.device(self._device):
             compiled = _kernel().warmup(
                 torch.int64,
                 torch.int64,
                 torch.uint8,
+                *_NO_ADDRESSES,
+                PASSED=passed,
                 TILE_BYTES=config.tile_bytes,
                 num_warps=config.num_warps,
                 grid=(1,),
             )
             run = compiled.run  # loads the module, so ask for it before the function
-            self._compiled[config] = run, compiled.function, compiled.packed_metadata
-        return self._compiled[config]
+            self._compiled[config, passed] = run, compiled.function, compiled.packed_metadata
+        return self._compiled[config, passed]

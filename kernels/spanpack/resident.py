@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from . import gather
 from ._runtime import TorchRuntime
 from .config import LaunchConfig
 from .flight import Flight
@@ -19,14 +20,17 @@ from .tiles import make_tiles
 class Resident:
     """One plan's descriptors: ``[num_leaves] int64`` addresses, then ``[num_tiles, 6] int64`` tiles.
 
+    Addresses of up to `gather.MOST_PASSED` leaves are passed to the kernel by each launch; they have no place there.
+
     Attributes
     ----------
     launch
-        ``launch(slab, stream)`` queues the gather.
+        ``launch(slab, stream, addresses)`` queues the gather.
     buffer, buffer_address
         The descriptors on the device.
     known
-        The addresses that are there.
+        The addresses that are there, none before the first upload; None once nothing more has to get there because
+        launches pass them.
     stream
         The one that reads and writes them; at first the one they were allocated on.
     flight
@@ -45,6 +49,7 @@ class Resident:
 
     __slots__ = (
         "_pack",
+        "_stored",
         "_upload",
         "buffer",
         "buffer_address",
@@ -73,20 +78,21 @@ class Resident:
     ) -> None:
         tiles = make_tiles(plan.segments, config.tile_bytes)
         leaves = len(plan.use.routes)
-        head = (leaves + 1) // 2 * 2  # keeps the tiles aligned to 16 bytes
+        self._stored = 0 if leaves <= gather.MOST_PASSED else leaves
+        head = (self._stored + 1) // 2 * 2  # keeps the tiles aligned to 16 bytes
         self.buffer = runtime.empty(8 * (head + tiles.size))
-        self.buffer_address = self.buffer.data_ptr()
-        self.launch = launcher.bind(config, len(tiles), self.buffer_address + 8 * head, self.buffer_address)
-        self.known: tuple[int, ...] = ()
+        address = self.buffer_address = self.buffer.data_ptr()
+        self.launch = launcher.bind(config, len(tiles), address + 8 * head, address if head else None)
+        self.known: tuple[int, ...] | None = ()
         self.stream = runtime.current_stream()
         self.flight: Flight | None = None
         self.turn = 0
         self.shelf = pool.shelf(plan.slab_bytes)
-        self.staging_shelf = staging.shelf(8 * leaves)
+        self.staging_shelf = staging.shelf(8 * self._stored)
         self.direct = direct
         self.reads_every_leaf = plan.use.reads_every_leaf
         self.has_extras = bool(plan.use.staged or plan.host_runs or plan.use.has_opaque)
-        self._pack = struct.Struct(f"{leaves}q")
+        self._pack = struct.Struct(f"{self._stored}q")
         self._upload: np.ndarray[Any, np.dtype[np.int64]] | None = np.concatenate(
             [np.zeros(head, np.int64), tiles.ravel()]
         )
@@ -96,8 +102,12 @@ class Resident:
         return self._pack.size if self._upload is None else self._upload.nbytes
 
     def write(self, staging: memoryview, addresses: tuple[int, ...]) -> None:
-        """Put what the device lacks, `upload_bytes` of it, into `staging`."""
+        """Put what the device lacks, `upload_bytes` of it, into `staging`; from then on it counts as known."""
         if self._upload is not None:
             staging[: self._upload.nbytes] = self._upload.view(np.uint8).data
             self._upload = None
-        self._pack.pack_into(staging, 0, *addresses)
+        if self._stored:
+            self._pack.pack_into(staging, 0, *addresses)
+            self.known = addresses
+        else:
+            self.known = None

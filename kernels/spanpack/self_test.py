@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from .columns import ColumnSpec
 from .config import LaunchConfig
 from .flight import Events, Flight
-from .gather import addresses_of, gather_torch
+from .gather import MOST_PASSED, addresses_of, gather_torch
 from .planner import make_plan
 from .resident import Resident
 
@@ -31,15 +32,21 @@ def self_test(engine: CudaEngine, config: LaunchConfig, *, direct: bool) -> None
     RuntimeError
         The bytes are wrong. Whatever a compiler or a driver raises comes as it is.
     """
-    runtime, launcher = engine.runtime, engine.launcher
-    assert launcher is not None
-    base = torch.arange(1 << 15, device=runtime.device, dtype=torch.int32).view(torch.uint8)
+    base = torch.arange(1 << 15, device=engine.runtime.device, dtype=torch.int32).view(torch.uint8)
     leaves = [
         base[:99999],
         base[7:4000],
         base[1:].view(-1)[: 64 * 1000].view(64, 1000)[:, :333],
         base.view(-1, 512)[:, :64],
     ]
+    _test(engine, config, leaves, direct=direct)
+    if not direct:  # whose kernel is the same
+        _test(engine, config, leaves * MOST_PASSED, direct=False)  # so many that their addresses need a table
+
+
+def _test(engine: CudaEngine, config: LaunchConfig, leaves: list[Tensor], *, direct: bool) -> None:
+    runtime, launcher = engine.runtime, engine.launcher
+    assert launcher is not None
     plan = make_plan(leaves, [ColumnSpec.whole(i, leaf) for i, leaf in enumerate(leaves)])
     expected = torch.full((plan.device_bytes,), _SENTINEL, dtype=torch.uint8, device=runtime.device)
     packed = expected.clone()
@@ -50,10 +57,11 @@ def self_test(engine: CudaEngine, config: LaunchConfig, *, direct: bool) -> None
         return
     stream = runtime.current_stream()
     flight = Flight(Events.make(runtime.make_event))
+    addresses = addresses_of(plan, leaves)
     try:
-        engine.upload(resident, addresses_of(plan, leaves), stream, flight)
+        engine.upload(resident, addresses, stream, flight)
         if host is None:
-            resident.launch(packed.data_ptr(), stream)
+            resident.launch(packed.data_ptr(), stream, addresses)
             runtime.synchronize_current()
             found = packed.cpu()
         else:
@@ -61,10 +69,10 @@ def self_test(engine: CudaEngine, config: LaunchConfig, *, direct: bool) -> None
             found = torch.frombuffer(host.lease(plan.slab_bytes), dtype=torch.uint8)
             found.fill_(_SENTINEL)
             if direct:
-                resident.launch(host.address, stream)
+                resident.launch(host.address, stream, addresses)
                 runtime.mark_landed(flight, stream)
             else:
-                resident.launch(packed.data_ptr(), stream)
+                resident.launch(packed.data_ptr(), stream, addresses)
                 runtime.bring_home(flight, host.address, packed.data_ptr(), plan.device_bytes, stream)
     finally:  # also where it failed: what was queued may still read and write
         runtime.synchronize_current()
@@ -72,6 +80,6 @@ def self_test(engine: CudaEngine, config: LaunchConfig, *, direct: bool) -> None
     _compare(found, expected, config)
 
 
-def _compare(found: torch.Tensor, expected: torch.Tensor, config: LaunchConfig) -> None:
+def _compare(found: Tensor, expected: Tensor, config: LaunchConfig) -> None:
     if not torch.equal(found, expected.cpu()):
         raise RuntimeError(f"{config} yields wrong bytes")

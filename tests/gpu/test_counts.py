@@ -67,7 +67,17 @@ def test_the_direct_store_needs_no_copy_at_all(make_packer: MakePacker) -> None:
     assert packer.stats().copies == 0
 
 
-def test_new_addresses_cost_one_upload(packer: Packer) -> None:
+def test_new_addresses_of_a_few_leaves_cost_nothing(packer: Packer) -> None:
+    trees = [{"x": torch.randn(64, 2048, device="cuda"), "y": torch.zeros(64, device="cuda")} for _ in range(5)]
+    packer.pack(trees[0], batch()).wait()
+    with device_work() as work:
+        for tree in trees:
+            packer.pack(tree, batch()).wait()
+    assert sum(work.values()) == 10, work
+    assert packer.stats().uploads == 1
+
+
+def test_new_addresses_of_many_leaves_cost_one_upload(packer: Packer) -> None:
     trees = [payload() for _ in range(5)]
     packer.pack(payload(), batch(), RULES).wait()
     with device_work() as work:

@@ -1,11 +1,13 @@
-"""Where the gather kernel can run."""
+"""Where the gather kernel can run, and an engine on a device that is simulated."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from spanpack import gather
 from spanpack.gather import interpreted, triton_available
+from tests.support.rig import Rig
 
 
 @pytest.fixture
@@ -18,3 +20,10 @@ def kernel_device() -> str:
     if not interpreted():
         pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1")
     return "cpu"
+
+
+@pytest.fixture(params=[gather.MOST_PASSED, 0], ids=["addresses passed", "addresses stored"])
+def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    """Both ways for the leaves' addresses to get to the kernel, whatever the number of leaves."""
+    monkeypatch.setattr(gather, "MOST_PASSED", request.param)
+    return Rig()

@@ -14,6 +14,7 @@ import torch
 
 from spanpack import Batch, LeafError, Packer
 from spanpack.config import ConfigTable
+from spanpack.gather import Launch
 from spanpack.pool import Shelf
 from tests.support.compare import assert_same
 from tests.support.fake_device import SIDE
@@ -22,11 +23,6 @@ from tests.support.rig import ROWS, Rig, numbers, whole
 
 OTHER = 5  # handle of a stream that is not the current one
 BATCH = Batch(["a"], [ROWS])
-
-
-@pytest.fixture
-def rig() -> Rig:
-    return Rig()
 
 
 @pytest.fixture
@@ -141,11 +137,11 @@ class _Interrupt:
         self._bind = rig.launcher.bind
         rig.launcher.bind = self.bind  # type: ignore[method-assign]
 
-    def bind(self, *given: Any) -> Callable[[int, int], None]:
+    def bind(self, *given: Any) -> Launch:
         queue = self._bind(*given)
 
-        def launch(slab: int, stream: int) -> None:
-            queue(slab, stream)
+        def launch(slab: int, stream: int, addresses: tuple[int, ...]) -> None:
+            queue(slab, stream, addresses)
             if not self.over:
                 raise KeyboardInterrupt
 

@@ -19,11 +19,6 @@ from tests.support.fake_device import SIDE
 from tests.support.rig import ROWS, WIDTH, Rig, numbers, rows, whole
 
 
-@pytest.fixture
-def rig() -> Rig:
-    return Rig()
-
-
 def test_a_dropped_snapshot_keeps_its_slab_until_the_copy_is_over(rig: Rig) -> None:
     first, second, third = numbers(1), numbers(2), numbers(3)
     rig.device.block(SIDE)

@@ -29,11 +29,6 @@ OTHER = 5  # handle of a stream that is not the current one
 
 
 @pytest.fixture
-def rig() -> Rig:
-    return Rig()
-
-
-@pytest.fixture
 def packer(rig: Rig) -> Packer:
     """A packer that runs on the rig's engine."""
     packer = Packer("cpu")

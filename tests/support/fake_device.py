@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from spanpack.config import LaunchConfig
+from spanpack.gather import Launch
 from tests.support.compare import POISON
 
 SIDE = 7  # handle of the copy stream
@@ -203,14 +204,20 @@ class FakeLauncher:
         self.configs: set[LaunchConfig] = set()
         self.fail: Exception | None = None
 
-    def bind(self, config: LaunchConfig, num_tiles: int, tiles: int, addresses: int) -> Callable[[int, int], None]:
+    def bind(self, config: LaunchConfig, num_tiles: int, tiles: int, table: int | None) -> Launch:
         self.configs.add(config)
 
-        def launch(slab: int, stream: int) -> None:
+        def launch(slab: int, stream: int, addresses: tuple[int, ...]) -> None:
             if self.fail is not None:
                 failure, self.fail = self.fail, None
                 raise failure
-            self._device.enqueue(lambda: _gather(num_tiles, tiles, addresses, slab, config.tile_bytes), stream)
+            passed = (ctypes.c_int64 * len(addresses))(*addresses)
+
+            def gather() -> None:
+                read = ctypes.addressof(passed) if table is None else table
+                _gather(num_tiles, tiles, read, slab, config.tile_bytes)
+
+            self._device.enqueue(gather, stream)
             self._device.launches += 1
 
         return launch
