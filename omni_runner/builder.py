@@ -89,7 +89,7 @@ class ChannelBuilder:
         rules = self._rules
         if packed.lowering is None or (rules.is_text and not rules.client_keys):
             return None, None
-        columns = _split_columns(packed, own_storages=rules.crosses_processes)
+        columns = _split_columns(packed, packed.lowering.payload_columns, own_storages=rules.crosses_processes)
         inter: list[_Column] = []
         client: list[_Column] = []
         for recipe in packed.lowering.recipes:
@@ -165,13 +165,13 @@ class _Column(NamedTuple):
     complete: bool
 
 
-def _split_columns(packed: PackedStep, *, own_storages: bool) -> list[Sequence[Tensor]]:
-    """The pieces of every packed column."""
+def _split_columns(packed: PackedStep, count: int, *, own_storages: bool) -> list[Sequence[Tensor]]:
+    """The pieces of the first `count` packed columns."""
     snapshot = packed.snapshot
     if snapshot is None:
         return []
     split = snapshot.pieces if own_storages else snapshot.split
-    return [split(i) for i in range(len(snapshot.plan.columns))]
+    return [split(i) for i in range(count)]
 
 
 def _tensors(recipe: KeyRecipe, columns: list[Sequence[Tensor]], num_consumers: int) -> Sequence[Tensor | None]:

@@ -35,6 +35,10 @@ HIDDEN_KEY = "hidden"  # under which the engine puts a stage's own hidden rows
 # together with its storage, which is torch's default, drags the whole column along.
 SHARED_COLUMN_BYTES = 1 << 20
 
+# Tokens are packed along with payloads up to this size, which take 0.3 ms over a PCIe 5 link. The engine waits for the
+# payload before it looks at a step's tokens, but for penalties the next step's sampling wants them as well.
+WITH_TOKENS_BYTES = 1 << 24
+
 _TABLES = 4  # sets of dtypes, widths, strides and devices that are kept for one structure
 
 
@@ -111,10 +115,20 @@ class Lowering:
         One per key, in the order of the per-request payloads.
     plan
         None where no tensor has to be packed.
+    tokens
+        The plan's last column, if it is no part of the payload: the step's sampled tokens.
     """
 
     recipes: tuple[KeyRecipe, ...]
     plan: spanpack.Plan | None
+    tokens: int | None = None
+
+    @property
+    def payload_columns(self) -> int:
+        """How many of the plan's columns the payload is made of."""
+        if self.plan is None:
+            return 0
+        return len(self.plan.columns) - (self.tokens is not None)
 
 
 def make_template(spec: TreeSpec, num_leaves: int, num_values: int) -> Template:
@@ -147,10 +161,17 @@ class Lowerer:
     def __init__(self, upstream: Upstream, capacity: int = 64) -> None:
         self._upstream = upstream
         self._capacity = capacity
-        self._structures: OrderedDict[tuple[TreeSpec, bool], _Structure] = OrderedDict()
+        self._structures: OrderedDict[tuple[TreeSpec, bool, bool], _Structure] = OrderedDict()
 
     def lower(
-        self, step: StepContext, spec: TreeSpec, num_values: int, leaves: Sequence[Tensor], hidden: Tensor | None
+        self,
+        step: StepContext,
+        spec: TreeSpec,
+        num_values: int,
+        leaves: Sequence[Tensor],
+        *,
+        has_hidden: bool,
+        has_tokens: bool = False,
     ) -> Lowering:
         """Decide what each key of a payload becomes.
 
@@ -161,26 +182,33 @@ class Lowerer:
         spec, num_values
             The payload's structure, from `flatten`, and how many plain values it has.
         leaves
-            Its tensors; `hidden`, if given, is the last of them.
-        hidden
-            The stage's own hidden rows, or None where the model leaves them out of its payloads.
+            Its tensors, then those below.
+        has_hidden
+            Whether the stage's own hidden rows are among them; some models leave them out of their payloads.
+        has_tokens
+            Whether the step's sampled tokens are, behind all others. They are packed along where there is a payload to
+            pack.
 
         Raises
         ------
         NotCovered
             With the reason, for a payload that columns can't express.
         """
-        structure = self._structure(spec, num_values, len(leaves), hidden is not None)
+        structure = self._structure(spec, num_values, len(leaves), has_hidden, has_tokens)
         return _StepLowerer(step, structure, structure.tables.look(leaves)).lower()
 
-    def _structure(self, spec: TreeSpec, num_values: int, num_leaves: int, has_hidden: bool) -> _Structure:
-        found = self._structures.get((spec, has_hidden))
+    def _structure(
+        self, spec: TreeSpec, num_values: int, num_leaves: int, has_hidden: bool, has_tokens: bool
+    ) -> _Structure:
+        key = spec, has_hidden, has_tokens
+        found = self._structures.get(key)
         if found is not None:
-            self._structures.move_to_end((spec, has_hidden))
+            self._structures.move_to_end(key)
             return found
-        template = make_template(spec, num_leaves - has_hidden, num_values)
-        found = self._structures[spec, has_hidden] = _structure_of(
-            self._upstream, template, num_leaves - 1 if has_hidden else None
+        in_tree = num_leaves - has_hidden - has_tokens
+        template = make_template(spec, in_tree, num_values)
+        found = self._structures[key] = _structure_of(
+            self._upstream, template, in_tree if has_hidden else None, num_leaves - 1 if has_tokens else None
         )
         if len(self._structures) > self._capacity:
             self._structures.popitem(last=False)
@@ -204,21 +232,24 @@ class _Structure(NamedTuple):
         In the order of the per-request payloads, without those of the sparse protocol.
     hidden
         The leaf that is the stage's own hidden rows, or None.
+    tokens
+        The leaf that is the step's sampled tokens, or None.
     tables
         What leaves in these places have looked like.
     """
 
     keys: tuple[_Key, ...]
     hidden: int | None
+    tokens: int | None
     tables: LeafTables
 
 
-def _structure_of(upstream: Upstream, template: Template, hidden: int | None) -> _Structure:
+def _structure_of(upstream: Upstream, template: Template, hidden: int | None, tokens: int | None) -> _Structure:
     flat = upstream.flatten_payload(template)
     if hidden is not None and HIDDEN_KEY in flat:
         raise NotCovered(f"the payload has a key {HIDDEN_KEY!r} of its own")
     keys = [_Key(key, node, _leaf_list(node)) for key, node in flat.items() if key not in upstream.sparse_protocol_keys]
-    return _Structure(tuple(keys), hidden, LeafTables(_TABLES))
+    return _Structure(tuple(keys), hidden, tokens, LeafTables(_TABLES))
 
 
 def _leaf_list(node: Template) -> tuple[int, int] | None:
@@ -238,7 +269,19 @@ class _StepLowerer:
     def lower(self) -> Lowering:
         recipes = tuple(self._recipes())
         columns = self.columns.specs
-        return Lowering(recipes, plan_columns(self.looks, columns) if columns else None)
+        if not columns:
+            return Lowering(recipes, None)
+        tokens = self._tokens()
+        return Lowering(recipes, plan_columns(self.looks, columns), tokens)
+
+    def _tokens(self) -> int | None:
+        """The column of the sampled tokens, if they can be gathered like the rest."""
+        leaf = self.structure.tokens
+        if leaf is None or self.columns.nbytes > WITH_TOKENS_BYTES:
+            return None
+        if self.looks.table.routes[leaf] is not Route.KERNEL or self.looks.table.kinds[leaf].scalar:
+            return None
+        return self.columns.add_apart(leaf, whole_copies(self.looks.row_counts[leaf], 1))
 
     def _recipes(self) -> Iterator[KeyRecipe]:
         step, hidden = self.step, self.structure.hidden

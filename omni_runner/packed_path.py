@@ -106,6 +106,7 @@ class PackedPath:
         self.builder_thread = BuilderThread()
         self._token_copy = TokenCopy()
         self.output_cls = make_async_output_cls(upstream.async_output_cls, self.builder_thread, self._token_copy)
+        self._takes_tokens = self.output_cls._token_copy is not None
         self.pending: PendingStep | None = None
         self._reader = StepReader(upstream)
         self._packer: spanpack.Packer | None = None
@@ -113,6 +114,11 @@ class PackedPath:
         self._channels: ChannelBuilder | None = None
         self._recorder: StepRecorder | None = None
         self._steps_seen = 0
+
+    def begin_step(self) -> None:
+        """Forget what is left of a step that failed halfway, if any."""
+        self.pending = None
+        self._token_copy.forget()
 
     def take_pending(self, hidden_states: Tensor, multimodal_outputs: Any) -> PendingStep | None:
         """Return the metadata of the step that these tensors belong to; it is handed out once."""
@@ -164,11 +170,15 @@ class PackedPath:
                 self._record(step, hidden_states, multimodal_outputs, others, include_hidden)
             if step.consumers:
                 _check_covered(runner, pending)
+            tokens = self._sampled_tokens(runner)
             packed = steps.pack(
                 step,
                 hidden_states=hidden_states if include_hidden else None,
                 multimodal_outputs=multimodal_outputs,
+                tokens=tokens,
             )
+            if tokens is not None:
+                self._token_copy.expect(tokens, packed)
             (self.counters.count_columns if step.consumers else self.counters.count_empty)()
             return PackedSnapshot(_NO_ROWS, packed, DeferredWait(packed))
         except NotCovered as reason:
@@ -210,7 +220,7 @@ class PackedPath:
     def stats(self) -> RunnerStats:
         """Return the counters as they are now."""
         pack = self._packer.stats() if self._packer is not None else None
-        return self.counters.read(pack, self._token_copy.count)
+        return self.counters.read(pack, self._token_copy.packed, self._token_copy.copied)
 
     def close(self) -> None:
         """Finish what is in flight, within a bound, and give the memory back. Harmless when repeated."""
@@ -243,6 +253,13 @@ class PackedPath:
         output.inter_stage_outputs = inter_stage_outputs
         output.multimodal_outputs = multimodal_outputs
         return output
+
+    def _sampled_tokens(self, runner: Any) -> Tensor | None:
+        """What the step's output is going to be made with, as far as can be told; None to leave it to the output."""
+        if not self._takes_tokens:
+            return None
+        tokens = getattr(getattr(runner, "input_batch", None), "prev_sampled_token_ids", None)
+        return tokens if type(tokens) is Tensor else None
 
     def _open(self, runner: Any) -> StepPacker:
         if self._steps is not None:

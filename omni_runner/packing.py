@@ -43,6 +43,12 @@ class PackedStep:
         if self.snapshot is not None:
             self.snapshot.wait()
 
+    def tokens(self) -> spanpack.Fetched | None:
+        """The step's sampled tokens on their way to the host, if they were packed along."""
+        if self.snapshot is None or self.lowering is None or self.lowering.tokens is None:
+            return None
+        return self.snapshot.ahead(self.lowering.tokens)
+
     def release(self) -> None:
         """Give up this object's hold on the slab; tensors that were made from it keep it."""
         if self.snapshot is not None:
@@ -106,7 +112,9 @@ class StepPacker:
         self._lowerings: spanpack.PlanCache[Lowering | str] = spanpack.PlanCache(cache_capacity)
         self._whole_plans: spanpack.PlanCache[_Whole] = spanpack.PlanCache(cache_capacity)
 
-    def pack(self, step: StepContext, *, hidden_states: Tensor | None, multimodal_outputs: Any) -> PackedStep:
+    def pack(
+        self, step: StepContext, *, hidden_states: Tensor | None, multimodal_outputs: Any, tokens: Tensor | None = None
+    ) -> PackedStep:
         """Pack what the step's consumers get, in the columns that `builder.ChannelBuilder` reads.
 
         Parameters
@@ -117,6 +125,8 @@ class StepPacker:
             ``[hidden_rows, ...]``, the stage's own hidden rows; None where the model leaves them out of its payloads.
         multimodal_outputs
             The payload as the model returned it.
+        tokens
+            The step's sampled tokens. If they can be, they are packed along, see `PackedStep.tokens`.
 
         Raises
         ------
@@ -130,10 +140,12 @@ class StepPacker:
         elif not isinstance(multimodal_outputs, dict):
             raise NotCovered(f"the payload is a {type(multimodal_outputs).__name__}")
         extra = () if hidden_states is None else (hidden_states,)
+        if tokens is not None:
+            extra = *extra, tokens
         seen = self._lowerings.look(multimodal_outputs, step.key, extra)
         lowering = seen.entry
         if lowering is None:
-            lowering = self._lower(seen, step, hidden_states)
+            lowering = self._lower(seen, step, hidden_states is not None, tokens is not None)
             plan = None if isinstance(lowering, str) else lowering.plan
             self._lowerings.keep(seen, step.key, lowering, None if plan is None else plan.signature)
         if isinstance(lowering, str):
@@ -147,11 +159,13 @@ class StepPacker:
         return PackedStep(step, lowering, seen.values, snapshot)
 
     def _lower(
-        self, seen: spanpack.Sighting[Lowering | str], step: StepContext, hidden_states: Tensor | None
+        self, seen: spanpack.Sighting[Lowering | str], step: StepContext, has_hidden: bool, has_tokens: bool
     ) -> Lowering | str:
         """The lowering of a payload, or the reason why columns can't express it."""
         try:
-            return self._lowerer.lower(step, seen.spec, len(seen.values), seen.leaves, hidden_states)
+            return self._lowerer.lower(
+                step, seen.spec, len(seen.values), seen.leaves, has_hidden=has_hidden, has_tokens=has_tokens
+            )
         except NotCovered as reason:
             return str(reason)
 

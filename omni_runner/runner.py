@@ -36,7 +36,7 @@ class PackedRunnerMixin(_EngineRunner):
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample, and hand out an output that our builder thread completes."""
         path = path_of(self)
-        path.pending = None  # of a step that failed halfway, if any
+        path.begin_step()
         with constructed_as(path.upstream, path.output_cls):
             return super().sample_tokens(*args, **kwargs)
 

@@ -33,8 +33,10 @@ class RunnerStats:
         Steps that took the engine's own snapshot, by reason.
     builder_s
         Seconds spent on building the outputs of packed steps, waiting for the device excluded.
+    tokens_packed
+        Steps whose sampled tokens came in the pack.
     token_copies
-        Steps whose sampled tokens were copied here, not by the engine's output object.
+        Steps whose sampled tokens were copied here, by a copy of their own. Those of all others are the engine's.
     pack
         The packer's counters; None before the first packed step.
     """
@@ -44,6 +46,7 @@ class RunnerStats:
     mirror: Mapping[str, int] = field(default_factory=dict)
     stock: Mapping[str, int] = field(default_factory=dict)
     builder_s: float = 0.0
+    tokens_packed: int = 0
     token_copies: int = 0
     pack: spanpack.Stats | None = None
 
@@ -93,7 +96,7 @@ class StepCounters:
         with self._lock:
             self._builder_ns += duration_ns
 
-    def read(self, pack: spanpack.Stats | None, token_copies: int) -> RunnerStats:
+    def read(self, pack: spanpack.Stats | None, tokens_packed: int, token_copies: int) -> RunnerStats:
         """Return the counters as they are now."""
         with self._lock:
             return RunnerStats(
@@ -102,6 +105,7 @@ class StepCounters:
                 mirror=dict(self._mirror),
                 stock=dict(self._stock),
                 builder_s=self._builder_ns / 1e9,
+                tokens_packed=tokens_packed,
                 token_copies=token_copies,
                 pack=pack,
             )

@@ -59,10 +59,13 @@ class StepColumns:
     ----------
     specs
         Of each column, in parts: one for each key.
+    nbytes
+        Of all columns.
     """
 
     def __init__(self, table: LeafTable, most_bytes: int) -> None:
         self.specs: list[list[ColumnSpec]] = []
+        self.nbytes = 0
         self._table = table
         self._most_bytes = most_bytes
         self._open: dict[LeafKind, tuple[int, int, int]] = {}  # column that takes leaves of a kind, its bytes, pieces
@@ -81,8 +84,15 @@ class StepColumns:
         if column < 0 or column_bytes + nbytes > self._most_bytes:
             column, column_bytes, first = len(self.specs), 0, 0
             self.specs.append([])
+        self.nbytes += nbytes
         end = first + len(pieces.rows)
         self._open[kind] = column, column_bytes + nbytes, end
         leaves = leaf if pieces.leaves is None else pieces.leaves
         self.specs[column].append(ColumnSpec(leaves, pieces.starts, pieces.rows, kind.scalar, pieces.facts))
         return column, first, end
+
+    def add_apart(self, leaf: int, pieces: Pieces) -> int:
+        """Put pieces of `leaf` into a column of their own; returns which."""
+        kind = self._table.kinds[leaf]
+        self.specs.append([ColumnSpec(leaf, pieces.starts, pieces.rows, kind.scalar, pieces.facts)])
+        return len(self.specs) - 1

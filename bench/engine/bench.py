@@ -215,7 +215,7 @@ def packed_path_counts(runner: Any) -> dict[str, int]:
     if stats is None:
         return {}
     taken = asdict(stats())
-    counts = {name: taken[name] for name in ("columns", "empty", "token_copies")}
+    counts = {name: taken[name] for name in ("columns", "empty", "tokens_packed", "token_copies")}
     for kind in ("mirror", "stock"):
         counts |= {f"{kind}: {reason}": count for reason, count in taken[kind].items()}
     pack = taken["pack"] or {}

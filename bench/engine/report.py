@@ -104,7 +104,7 @@ def _all_rows(result: Row) -> list[Row]:
     return [*result["rows"], *result["consumed"]]
 
 
-_USUAL_PATH = ("columns", "empty", "token_copies")
+_USUAL_PATH = ("columns", "empty", "tokens_packed", "token_copies")
 
 
 def _not_packed(rows: Sequence[Row]) -> list[str]:

@@ -18,7 +18,8 @@ from .errors import (
     SpanpackError,
     UnavailableError,
 )
-from .fetch import Fetched, Fetcher
+from .fetch import Fetcher
+from .flight import Fetched
 from .gather import gather_torch, gather_triton
 from .packed_tree import PackedTree
 from .packer import Packer

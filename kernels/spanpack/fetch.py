@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,26 +11,10 @@ from torch import Tensor
 from ._runtime import TorchRuntime, load_runtime
 from .backends import resolve_device
 from .errors import ClosedError, LeafError
-from .flight import Flight
+from .flight import Fetched, Flight
 from .pool import HostPool
 
 _BUDGET_BYTES = 1 << 24
-
-
-class Fetched(NamedTuple):
-    """A tensor on its way to the host.
-
-    Attributes
-    ----------
-    tensor
-        On the host, in pinned memory that is used again once this tensor and its views have died. Not to be read before
-        `landed` has been waited for.
-    landed
-        Recorded behind the copy; ``landed.synchronize()`` sleeps until the bytes are there.
-    """
-
-    tensor: Tensor
-    landed: torch.cuda.Event
 
 
 class Fetcher:

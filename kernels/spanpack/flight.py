@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from torch import Tensor
 from torch.cuda import Event
 
 
@@ -31,6 +32,22 @@ class Events(NamedTuple):
         """Make a pair; `make_event` takes ``blocking``."""
         packed, landed = make_event(blocking=False), make_event(blocking=True)
         return cls(packed, landed, packed.cuda_event, landed.cuda_event)
+
+
+class Fetched(NamedTuple):
+    """A tensor on its way to the host.
+
+    Attributes
+    ----------
+    tensor
+        On the host, in pinned memory that is used again once this tensor and its views have died. Not to be read before
+        `landed` has been waited for.
+    landed
+        Recorded behind the copy; ``landed.synchronize()`` sleeps until the bytes are there.
+    """
+
+    tensor: Tensor
+    landed: Event
 
 
 class Flight:

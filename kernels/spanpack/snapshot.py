@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .errors import ClosedError
-from .plan import Plan
+from .flight import Fetched
+from .plan import Column, Plan
 
 if TYPE_CHECKING:
     from .flight import Flight
@@ -136,14 +137,34 @@ class Snapshot:
         """
         self.wait()
         column = self._plan.columns[index]
-        lease = self._bytes()
         if column.opaque is not None:
+            self._bytes()  # or the snapshot was released
             return self._opaque[column.opaque]
-        if not column.nbytes:
-            return torch.empty(column.shape, dtype=column.dtype, device="cpu")
-        count = column.nbytes // column.dtype.itemsize
-        flat = torch.frombuffer(lease, dtype=column.dtype, count=count, offset=column.offset_bytes)
-        return flat.view(column.shape)
+        return self._view(column)
+
+    def ahead(self, index: int) -> Fetched | None:
+        """One column as a tensor, before its bytes have landed: for those who have an event of their own to wait for.
+
+        Parameters
+        ----------
+        index
+            Which one, as in ``plan.columns``.
+
+        Returns
+        -------
+        Fetched or None
+            The tensor that `column` would return, and the event that tells when it may be read. None where there is
+            no such event or no such memory yet: of late packs, opaque leaves and empty columns.
+
+        Raises
+        ------
+        ClosedError
+            The snapshot was released before.
+        """
+        column, flight = self._plan.columns[index], self._flight
+        if flight is None or self._slab is None or column.opaque is not None or not column.nbytes:
+            return None
+        return Fetched(self._view(column), flight.landed)
 
     def split(self, index: int) -> tuple[Tensor, ...]:
         """One tensor per piece of a column, in order; waits for the bytes.
@@ -221,6 +242,14 @@ class Snapshot:
             self._lease = self._rest = None
             self._opaque = _NOTHING
             self._landed = True
+
+    def _view(self, column: Column) -> Tensor:
+        lease = self._bytes()
+        if not column.nbytes:
+            return torch.empty(column.shape, dtype=column.dtype, device="cpu")
+        count = column.nbytes // column.dtype.itemsize
+        flat = torch.frombuffer(lease, dtype=column.dtype, count=count, offset=column.offset_bytes)
+        return flat.view(column.shape)
 
     def _bytes(self) -> memoryview:
         lease = self._lease

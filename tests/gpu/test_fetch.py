@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spanpack import Batch, Fetcher
+from spanpack import Batch, ColumnSpec, Fetcher, make_plan
 from spanpack import fetch as fetch_module
 from spanpack._runtime import TorchRuntime, load_runtime
 from tests.support.compare import assert_same
@@ -61,3 +61,21 @@ def test_nothing_is_allocated_once_the_slabs_are_there(fetcher: Fetcher) -> None
     assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
     assert fetcher.pinned_bytes <= 3 << 16
     fetcher.close()
+
+
+def test_tokens_in_the_pack_of_a_slow_producer(make_packer: MakePacker) -> None:
+    packer = make_packer()
+    kept = []
+    for step in range(6):
+        hold_up(2)
+        tokens = torch.randint(1 << 20, (64, 1), device="cuda", dtype=torch.int32) + step
+        hidden = torch.randn(64, 512, device="cuda")
+        leaves = [hidden, tokens]
+        plan = make_plan(leaves, [ColumnSpec.whole(i, leaf) for i, leaf in enumerate(leaves)])
+        ahead = packer.run(plan, leaves).ahead(1)  # its snapshot is dropped at once
+        assert ahead is not None
+        kept.append((tokens.clone(), ahead))
+        tokens.zero_()
+    for tokens, ahead in kept:
+        ahead.landed.synchronize()
+        assert_same(ahead.tensor, tokens.cpu())

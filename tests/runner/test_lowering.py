@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +23,12 @@ UPSTREAM: Any = SimpleNamespace(flatten_payload=flatten_payload, sparse_protocol
 DEVICES = ("cpu", "meta")  # meta tensors stand for those of a GPU
 
 
-def lower(lowerer: Lowerer, step: StepContext, payload: dict[str, Any], hidden: Tensor | None) -> Lowering:
+def lower(
+    lowerer: Lowerer, step: StepContext, payload: dict[str, Any], hidden: Tensor | None, tokens: Tensor | None = None
+) -> Lowering:
     leaves, spec, values = flatten(payload)
-    if hidden is not None:
-        leaves.append(hidden)
-    return lowerer.lower(step, spec, len(values), leaves, hidden)
+    leaves += [leaf for leaf in (hidden, tokens) if leaf is not None]
+    return lowerer.lower(step, spec, len(values), leaves, has_hidden=hidden is not None, has_tokens=tokens is not None)
 
 
 def attempt(lowerer: Lowerer, step: tuple[StepContext, dict[str, Any], Tensor | None]) -> Lowering | str:
@@ -107,6 +109,45 @@ def test_other_spans_cost_no_look_at_single_leaves(monkeypatch: pytest.MonkeyPat
     plans = [lower(lowerer, *step(prompt)).plan for prompt in (5, 6, 700)]
     assert made == [1]
     assert [plan and plan.payload_bytes for plan in plans] == [2 * 32 * (n + 2) + 3 * 128 for n in (5, 6, 700)]
+
+
+def test_tokens_get_the_last_column_and_change_no_other() -> None:
+    steps, lowerer, packed = Steps(0, "meta"), Lowerer(UPSTREAM), 0
+    for _ in range(100):
+        step, payload, hidden = steps.next()
+        tokens = torch.zeros(len(step.request_ids), 1, dtype=torch.int32, device="meta")
+        try:
+            alone = lower(lowerer, step, payload, hidden)
+        except NotCovered as reason:
+            with pytest.raises(NotCovered, match=re.escape(str(reason))):
+                lower(lowerer, step, payload, hidden, tokens)
+            continue
+        found = lower(lowerer, step, payload, hidden, tokens)
+        assert found.recipes == alone.recipes
+        assert found.payload_columns == alone.payload_columns
+        if found.plan is None or alone.plan is None:
+            assert (found.plan, found.tokens) == (alone.plan, None)  # nothing is packed for tokens alone
+            continue
+        assert found.tokens == found.payload_columns == len(found.plan.columns) - 1
+        assert found.plan.columns[found.tokens].shape == tokens.shape
+        assert found.plan.payload_bytes == alone.plan.payload_bytes + tokens.nbytes
+        assert [column.rows for column in found.plan.columns[:-1]] == [column.rows for column in alone.plan.columns]
+        packed += 1
+    assert packed > 50
+
+
+@pytest.mark.parametrize("what", ["on the host", "strided", "a large payload"])
+def test_tokens_stay_away_from(what: str) -> None:
+    rows, width = (1 << 13, 1 << 11) if what == "a large payload" else (2, 8)
+    tokens = torch.zeros(3, 2, dtype=torch.int32, device="cpu" if what == "on the host" else "meta")
+    if what == "strided":
+        tokens = torch.zeros(3, 2, 8, device="meta")[:, :, :3]
+    leaf = torch.zeros(rows, width, dtype=torch.int8, device="meta")
+    step, lowerer = step_of([rows - 1, 1]), Lowerer(UPSTREAM)
+    found = lower(lowerer, step, {"x": leaf, "y": leaf}, None, tokens)
+    assert found.tokens is None
+    assert found.plan is not None
+    assert found.payload_columns == len(found.plan.columns)
 
 
 def test_structures_and_looks_that_are_kept_are_bounded() -> None:

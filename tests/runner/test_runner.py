@@ -37,6 +37,7 @@ from tests.runner.step_rig import (
     run,
     sample,
 )
+from tests.support.rig import Rig
 
 
 @pytest.fixture(autouse=True)
@@ -287,6 +288,35 @@ def test_what_cannot_be_packed_at_all_is_left_to_the_engine_with_the_reason(mess
         assert_same(run(packed, hidden, multimodal), run(make_runner(STOCK), hidden, multimodal))
     assert packed.omni_runner_stats().stock == {"a container of type Mapping": 2}
     assert len(messages) == 1
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["the output's", "others"])
+def test_sampled_tokens_come_in_the_pack(monkeypatch, named):
+    """On a simulated device. The runner says what it has sampled; the output is made with that, or with others."""
+    hidden, multimodal = payload()
+
+    def on(cls: type[Any]) -> Any:
+        runner = make_runner(cls)
+        bookkeeping = runner._bookkeeping_sync
+
+        def remember(scheduled: Any, sampled: Any, *others: Any) -> Any:
+            tokens = sampled.sampled_token_ids
+            runner.input_batch.prev_sampled_token_ids = tokens if named else tokens + 1
+            return bookkeeping(scheduled, sampled, *others)
+
+        runner._bookkeeping_sync = remember
+        return runner
+
+    rig, runner = Rig(), on(PackedGPUARModelRunner)
+    path = path_of(runner)
+    path._open(runner)
+    path._packer._engine, path._packer._device_type = rig.engine, "cpu"
+    expected = run(on(STOCK), hidden, multimodal)
+    for _ in range(3):
+        assert_same(run(runner, hidden, multimodal), expected)
+    assert rig.device.launches == 3
+    stats = runner.omni_runner_stats()
+    assert (stats.columns, stats.tokens_packed, stats.token_copies) == (3, 3 * named, 0)
 
 
 def test_accumulated_payloads_go_through_the_engines_builder():

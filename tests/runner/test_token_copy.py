@@ -61,7 +61,40 @@ def test_it_goes_on_the_engines_stream_for_tokens(monkeypatch: pytest.MonkeyPatc
     assert fields["sampled_token_ids_cpu"] is copier.answer.tensor
     assert fields["async_copy_ready_event"] is copier.answer.landed
     assert fields["_sampled_token_ids"] is TOKENS
-    assert copy.count == 1
+    assert copy.copied == 1
+
+
+def in_the_pack(answer: spanpack.Fetched | None) -> Any:
+    """Stands for a `PackedStep`."""
+    return SimpleNamespace(tokens=lambda: answer)
+
+
+def test_tokens_that_are_in_their_steps_pack_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, copier = fetched(), Copier(fetched())
+    copy = token_copy(monkeypatch, copier)
+    copy.expect(TOKENS, in_the_pack(packed))
+    fields = copy.fields(arguments())
+    assert fields is not None
+    assert fields["sampled_token_ids_cpu"] is packed.tensor
+    assert fields["async_copy_ready_event"] is packed.landed
+    assert (copy.packed, copy.copied) == (1, 0)
+    assert copier.streams == []
+    copy.fields(arguments())  # of a step without a pack
+    assert (copy.packed, copy.copied) == (1, 1)
+
+
+@pytest.mark.parametrize("what", ["other tokens", "not in there", "forgotten"])
+def test_all_others_are_copied(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    copier = Copier(fetched())
+    copy = token_copy(monkeypatch, copier)
+    packed = in_the_pack(None if what == "not in there" else fetched())
+    copy.expect(TOKENS.clone() if what == "other tokens" else TOKENS, packed)
+    if what == "forgotten":
+        copy.forget()
+    fields = copy.fields(arguments())
+    assert fields is not None
+    assert fields["sampled_token_ids_cpu"] is copier.answer.tensor
+    assert (copy.packed, copy.copied) == (0, 1)
 
 
 @pytest.mark.parametrize(
