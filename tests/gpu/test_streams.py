@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -44,9 +42,8 @@ def test_the_gather_waits_for_an_event_and_the_host_does_not(any_packer: Packer,
     with torch.cuda.stream(side):
         leaf.fill_(7)
         written.record()
-    began = time.perf_counter()
     packed = any_packer.pack({"x": leaf}, BATCH, after=written)
-    assert time.perf_counter() - began < HELD_MS / 2000
+    assert not written.query()
     assert not packed.done()
     assert (packed.views()["b"]["x"] == 7).all()
 

@@ -33,11 +33,14 @@ def sleep_cycles(ms: float) -> int:
     return int(ms * _cycles_per_ms())
 
 
-def hold_up(ms: float, stream: torch.cuda.Stream | None = None) -> None:
-    """Keep a stream, by default the current one, busy for about `ms`; the host does not wait."""
+def hold_up(ms: float, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
+    """Keep a stream, by default the current one, busy for about `ms`; the host does not wait. The event is its end."""
     cycles = sleep_cycles(ms)
+    over = torch.cuda.Event()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(cycles)
+        over.record()
+    return over
 
 
 def copy_stream(packer: Packer) -> torch.cuda.Stream:
