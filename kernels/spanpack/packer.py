@@ -52,9 +52,10 @@ class Packer:
 
     Memory, and what happens when it runs out:
 
-    * Pinned slabs come in powers of two, at most `slabs_per_class` of each, `pinned_budget_bytes` in all. A slab
-      belongs to its snapshot until the last view into it has died. Once half of a class is held, views of further
-      snapshots are copied out of their slab when they are made.
+    * Pinned slabs come in powers of two, at most `slabs_per_class` of each, `pinned_budget_bytes` in all. Packs
+      of more than 2 MiB take an idle slab of a larger size rather than pin one, which takes milliseconds. A slab
+      belongs to its snapshot until the last view into it has died. Once half of a class is held, views of
+      further snapshots are copied out of their slab when they are made.
     * A pack goes through one of up to four device slabs, which take at most 1 GiB of device memory together, unless
       packs in flight or a single pack need more. When the copies of all of them are still on their way, the
       producing stream waits for the oldest, counted in `Stats.stream_waits`; the host does not.

@@ -233,11 +233,14 @@ class HostPool:
         return shelf
 
     def acquire(self, nbytes: int) -> HostSlab | None:
-        """An idle slab of at least `nbytes`, or None where the budget or the system refuses one."""
+        """An idle slab of at least `nbytes`, or None where the budget or the system refuses one.
+
+        Where pinning one would take milliseconds, a larger one that is idle serves as well.
+        """
         shelf = self.shelf(nbytes)
-        slab = shelf.take() or self._grow(shelf)
+        slab = shelf.take() or self._borrow(shelf) or self._grow(shelf)
         if slab is None and self._bring_back_lost():
-            slab = shelf.take() or self._grow(shelf)
+            slab = shelf.take() or self._borrow(shelf) or self._grow(shelf)
         return slab
 
     def reserve(self, nbytes: int, slabs: int) -> None:
@@ -265,6 +268,16 @@ class HostPool:
             shelf.collect()
             while shelf.idle:
                 self._forget(shelf.idle.popleft())
+
+    def _borrow(self, shelf: Shelf) -> HostSlab | None:
+        """An idle slab from a shelf of larger ones, which gets it back."""
+        if shelf.capacity < LARGE_SLAB_BYTES:
+            return None
+        for capacity in sorted(self._shelves):
+            slab = self._shelves[capacity].take() if capacity > shelf.capacity else None
+            if slab is not None:
+                return slab
+        return None
 
     def _grow(self, shelf: Shelf) -> HostSlab | None:
         size = shelf.capacity

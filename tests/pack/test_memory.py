@@ -77,6 +77,26 @@ def test_reserved_slabs_are_there_when_asked_for() -> None:
     assert pool.allocations == 3
 
 
+def test_a_large_pack_takes_an_idle_larger_slab_rather_than_pin_one() -> None:
+    pool = HostPool(1 << 30, pin=False)
+    pool.reserve(1 << 26, 2)
+    borrowed = [pool.acquire(1 << 23), pool.acquire(1 << 25)]
+    leases = [slab.lease(1 << 23) for slab in borrowed if slab is not None]
+    assert [slab and slab.capacity for slab in borrowed] == [1 << 26, 1 << 26]
+    assert borrowed[1] is not None
+    assert borrowed[1].crowded()  # none is left for the next: what it holds will be copied out
+    own = pool.acquire(1 << 23)
+    assert own is not None
+    assert own.capacity == 1 << 23
+    small = pool.acquire(1 << 20)  # pinned in no time
+    assert small is not None
+    assert small.capacity == 1 << 20
+    assert pool.allocations == 4
+    leases.clear()
+    assert {pool.acquire(1 << 26), pool.acquire(1 << 26)} == set(borrowed)
+    assert pool.allocations == 4
+
+
 def test_a_reservation_ends_at_the_budget() -> None:
     pool = HostPool(2 * MIB, pin=False)
     pool.reserve(MIB, slabs=5)
