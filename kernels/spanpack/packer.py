@@ -30,6 +30,7 @@ from .gather import (
     interpreted,
 )
 from .leaf_table import LeafTables
+from .overflow import Overflow
 from .packed_tree import PackedTree, TreeRecipe
 from .placement import Rules, key_of, lower
 from .plan import Plan
@@ -54,8 +55,9 @@ class Packer:
 
     * Pinned slabs come in powers of two, at most `slabs_per_class` of each, `pinned_budget_bytes` in all. Packs
       of more than 2 MiB take an idle slab of a larger size rather than pin one, which takes milliseconds. A slab
-      belongs to its snapshot until the last view into it has died. Once half of a class is held, views of
-      further snapshots are copied out of their slab when they are made.
+      belongs to its snapshot until the last view into it has died. Once half of a class is held, further
+      snapshots are copied when they are first read, whole, into pageable slabs of up to `overflow_budget_bytes` in
+      all, which are used again like the pinned ones; past that, every view gets memory of its own.
     * A pack goes through one of up to four device slabs, which take at most 1 GiB of device memory together, unless
       packs in flight or a single pack need more. When the copies of all of them are still on their way, the
       producing stream waits for the oldest, counted in `Stats.stream_waits`; the host does not.
@@ -80,6 +82,9 @@ class Packer:
         Most pinned host memory for payloads; descriptors on their way to the device take up to 64 MiB beside it.
     slabs_per_class
         Most pinned slabs of one size.
+    overflow_budget_bytes
+        Most pageable memory for payloads that are kept long. One kept view keeps a slab with a whole step in it; 0
+        gives every view memory of its own at once, which takes several times as long.
     copy_stream
         Side stream for the copies to the host; by default one of its own.
     tuned
@@ -115,6 +120,7 @@ class Packer:
         backend: Backend = "auto",
         pinned_budget_bytes: int = 1 << 30,
         slabs_per_class: int = 8,
+        overflow_budget_bytes: int = 1 << 29,
         copy_stream: torch.cuda.Stream | None = None,
         tuned: str | os.PathLike[str] | None = None,
         transport: Transport = "auto",
@@ -123,6 +129,7 @@ class Packer:
             raise InputError(f"transport {transport!r}; choose 'auto' or 'copy'")
         check_integer("pinned_budget_bytes", pinned_budget_bytes, 0)
         check_integer("slabs_per_class", slabs_per_class, 1)
+        check_integer("overflow_budget_bytes", overflow_budget_bytes, 0)
         self.device = resolve_device(device)
         if copy_stream is not None:
             if self.device.type == "cpu":
@@ -130,7 +137,8 @@ class Packer:
             check_stream(copy_stream, self.device, "copy_stream")
         self._fallbacks = Fallbacks()
         self._use_triton = resolve_backend(backend, self.device, self._fallbacks)
-        self._pool = HostPool(pinned_budget_bytes, slabs_per_class)
+        self._overflow = Overflow(overflow_budget_bytes)
+        self._pool = HostPool(pinned_budget_bytes, slabs_per_class, overflow=self._overflow)
         self._lock = threading.Lock()
         self._recipes: PlanCache[TreeRecipe] = PlanCache()
         self._tables = LeafTables(_MOST_TABLES, self.device.type)
@@ -345,6 +353,7 @@ class Packer:
             pinned_bytes=pool.pinned_bytes + engine.staging.pinned_bytes,
             pinned_peak_bytes=pool.peak_bytes + engine.staging.peak_bytes,
             pinned_allocations=pool.allocations + engine.staging.allocations,
+            overflow_bytes=self._overflow.nbytes,
             device_bytes=engine.ring.nbytes + engine.late.device_bytes,
             device_allocations=engine.ring.allocations,
             slabs_in_use=pool.in_use,

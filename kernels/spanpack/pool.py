@@ -8,12 +8,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from .flight import Events, Flight
+
+if TYPE_CHECKING:
+    from .overflow import Overflow
 
 ByteArray = npt.NDArray[np.uint8]
 SMALLEST_SLAB_BYTES = 1 << 16
@@ -42,6 +46,8 @@ class Shelf:
         Of each slab, in bytes.
     most
         How many there may be.
+    overflow
+        Where their bytes go when they are crowded, if there is such a place.
     count
         How many there are.
     idle
@@ -51,11 +57,12 @@ class Shelf:
         the middle of anything: by a C function, so that no code of ours runs then, and never iterated over.
     """
 
-    __slots__ = ("capacity", "count", "idle", "most", "returned")
+    __slots__ = ("capacity", "count", "idle", "most", "overflow", "returned")
 
-    def __init__(self, capacity: int, most: int) -> None:
+    def __init__(self, capacity: int, most: int, overflow: Overflow | None = None) -> None:
         self.capacity = capacity
         self.most = most
+        self.overflow = overflow
         self.count = 0
         self.idle: deque[HostSlab] = deque()
         self.returned: deque[_Watch] = deque()
@@ -91,7 +98,7 @@ class Shelf:
         return len(self.idle) + len(self.returned)
 
     def is_crowded(self) -> bool:
-        """Whether views should be copied out of the next slabs.
+        """Whether bytes should be copied out of the next slabs before views are made of them.
 
         So it is once half of the slabs are out; of large ones, whose allocation would hold a step up for
         milliseconds, as soon as none is left for the next pack.
@@ -162,8 +169,13 @@ class HostSlab:
         return self.events
 
     def crowded(self) -> bool:
-        """Whether so many slabs of this size are out that views should be copied out of this one."""
+        """Whether so many slabs of this size are out that bytes should be copied out of this one."""
         return self.shelf.is_crowded()
+
+    def move_out(self, lease: memoryview) -> memoryview | None:
+        """The leased bytes in pageable memory that is bounded as well; None where there is no room."""
+        overflow = self.shelf.overflow
+        return None if overflow is None else overflow.take_over(lease)
 
     def is_idle(self) -> bool:
         """Whether no copy uses the memory any more."""
@@ -200,16 +212,21 @@ class HostPool:
     budget_bytes
         Most pinned memory that the pool ever holds.
     slabs_per_class
-        Most slabs of one size. Past half of it, snapshots copy their views out instead of keeping a slab, so that
+        Most slabs of one size. Past half of it, snapshots copy their bytes out instead of keeping a slab, so that
         pinned memory stays bounded however long consumers keep their payloads.
     pin
         Whether the memory is pinned; ordinary memory serves where no GPU copies into it.
+    overflow
+        Where those bytes go.
     """
 
     RETRY_AFTER = 1000
 
-    def __init__(self, budget_bytes: int, slabs_per_class: int = 8, *, pin: bool = True) -> None:
+    def __init__(
+        self, budget_bytes: int, slabs_per_class: int = 8, *, pin: bool = True, overflow: Overflow | None = None
+    ) -> None:
         self.budget_bytes = budget_bytes
+        self.overflow = overflow
         self.slabs_per_class = slabs_per_class
         self.pinned_bytes = 0
         self.peak_bytes = 0
@@ -229,7 +246,7 @@ class HostPool:
         capacity = slab_class(nbytes)
         shelf = self._shelves.get(capacity)
         if shelf is None:
-            shelf = self._shelves[capacity] = Shelf(capacity, self.slabs_per_class)
+            shelf = self._shelves[capacity] = Shelf(capacity, self.slabs_per_class, self.overflow)
         return shelf
 
     def acquire(self, nbytes: int) -> HostSlab | None:
@@ -268,6 +285,8 @@ class HostPool:
             shelf.collect()
             while shelf.idle:
                 self._forget(shelf.idle.popleft())
+        if self.overflow is not None:
+            self.overflow.close()
 
     def _borrow(self, shelf: Shelf) -> HostSlab | None:
         """An idle slab from a shelf of larger ones, which gets it back."""

@@ -56,7 +56,7 @@ class Snapshot:
     use by a copy are not touched before the copy is over.
     """
 
-    __slots__ = ("_copy_out", "_flight", "_landed", "_lease", "_opaque", "_plan", "_rest", "_slab")
+    __slots__ = ("_copies_pieces", "_crowded", "_flight", "_landed", "_lease", "_opaque", "_plan", "_rest", "_slab")
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Snapshot:
         self._rest = rest
         self._opaque: Mapping[int, Tensor] = _NOTHING  # leaves that were moved as objects, once they are on the host
         self._landed = flight is None and rest is None
-        self._copy_out = False
+        self._crowded = self._copies_pieces = False
 
     @property
     def plan(self) -> Plan:
@@ -83,8 +83,8 @@ class Snapshot:
 
     @property
     def copies_out(self) -> bool:
-        """Whether pieces are copied out of the slab because views hold so many; False before `wait` has returned."""
-        return self._copy_out
+        """Whether bytes are copied out of the slab because views hold so many; False before `wait` has returned."""
+        return self._crowded
 
     def done(self) -> bool:
         """Whether the device is done: `wait` then returns at once, or after one copy where a slower path was taken."""
@@ -104,7 +104,7 @@ class Snapshot:
         if rest is not None:
             self._fetch(rest)
         if self._slab is not None:
-            self._copy_out = self._slab.crowded()
+            self._crowded = self._slab.crowded()
         self._landed = True
 
     def _fetch(self, rest: Rest) -> None:
@@ -170,7 +170,8 @@ class Snapshot:
         """One tensor per piece of a column, in order; waits for the bytes.
 
         Zero-copy: the pieces share the column's storage, which keeps the slab from being used again. While too many
-        slabs are kept that way, each piece is copied into memory of its own instead, all of them by one call.
+        slabs are kept that way, the whole slab is copied to pageable memory first; past a bound, each piece is copied
+        into memory of its own instead, all of them by one call.
 
         Parameters
         ----------
@@ -192,9 +193,9 @@ class Snapshot:
         if column.opaque is not None:
             return (whole, *(whole.clone() for _ in column.rows[1:]))
         if column.scalar:
-            return tuple(_unbind_copy(whole) if self._copy_out else whole.unbind())
+            return tuple(_unbind_copy(whole) if self._copies_pieces else whole.unbind())
         # "Unsafe" is the split that leaves out autograd's record of views, a quarter of the time; host bytes have none.
-        return tuple((_split_copy if self._copy_out else torch.unsafe_split_with_sizes)(whole, column.rows))
+        return tuple((_split_copy if self._copies_pieces else torch.unsafe_split_with_sizes)(whole, column.rows))
 
     def pieces(self, index: int) -> list[Tensor]:
         """Like `split`, but each piece has a storage of its own that ends where the piece ends.
@@ -219,9 +220,10 @@ class Snapshot:
         """
         self.wait()
         column = self._plan.columns[index]
-        if column.opaque is not None or not column.nbytes or self._copy_out:
+        lease = self._bytes()
+        if column.opaque is not None or not column.nbytes or self._copies_pieces:
             return list(self.split(index))
-        lease, dtype, row_shape = self._bytes(), column.dtype, column.shape[1:]
+        dtype, row_shape = column.dtype, column.shape[1:]
         row_items = column.nbytes // column.dtype.itemsize // column.shape[0]
         found = []
         offset = column.offset_bytes
@@ -255,4 +257,14 @@ class Snapshot:
         lease = self._lease
         if lease is None:
             raise ClosedError("this snapshot was released; read its columns before calling release()")
-        return lease
+        slab = self._slab
+        if slab is None or not self._crowded:
+            return lease
+        moved = slab.move_out(lease)
+        self._slab = None  # decided; two threads may both get here, each with a copy that is as good as the other
+        if moved is None:
+            self._copies_pieces = True
+            return lease
+        if self._lease is not None:  # it was released meanwhile
+            self._lease = moved
+        return moved

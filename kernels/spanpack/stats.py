@@ -25,6 +25,8 @@ class Stats:
         Plans whose descriptors are on the device.
     pinned_bytes, pinned_peak_bytes, pinned_allocations
         Pinned memory of the pool now and at most, and how often it was allocated.
+    overflow_bytes
+        Pageable memory for what is kept long, in use or to be used again.
     device_bytes, device_allocations
         Memory of the device slabs and of late packs, see `Packer`; how often device slabs were allocated.
     slabs_in_use
@@ -46,6 +48,7 @@ class Stats:
     pinned_bytes: int = 0
     pinned_peak_bytes: int = 0
     pinned_allocations: int = 0
+    overflow_bytes: int = 0
     device_bytes: int = 0
     device_allocations: int = 0
     slabs_in_use: int = 0

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from collections import deque
 from queue import SimpleQueue
 from random import Random
 
@@ -55,8 +56,9 @@ def test_steady_state_allocates_nothing(rig: Rig) -> None:
     assert (rig.pool.allocations, rig.engine.ring.allocations, rig.device.events_made) == before
 
 
-def test_views_kept_for_long_are_copied_out_and_pinned_memory_stays_bounded() -> None:
-    rig = Rig(slabs_per_class=4)
+def test_views_kept_for_long_are_copied_out_and_all_memory_stays_bounded() -> None:
+    """First into pageable slabs of up to 50 x 64 KiB, then each into memory of its own."""
+    rig = Rig(slabs_per_class=4, overflow_bytes=50 << 16)
     leaf = numbers(0)
     plan = rows(leaf, [0, 1, 2, 3, 4, 5], [1] * 6)
     kept, crowded = [], []
@@ -68,8 +70,68 @@ def test_views_kept_for_long_are_copied_out_and_pinned_memory_stays_bounded() ->
     assert rig.pool.peak_bytes <= 4 * (1 << 16) + (1 << 16)
     for step, view in enumerate(kept):
         assert torch.equal(view, numbers(step)[3:4])
-    assert kept[-1].untyped_storage().nbytes() == WIDTH * 4  # only its own bytes
+    stored = [view.untyped_storage().nbytes() for view in kept]
+    assert stored == [ROWS * WIDTH * 4] * 52 + [WIDTH * 4] * 148  # of the whole step, of the row alone
     assert crowded == [False] * 2 + [True] * 198
+    assert rig.overflow.nbytes == 50 << 16
+    del packed
+    gc.collect()
+    assert rig.pool.in_use == 2
+
+
+def test_pageable_slabs_are_used_again_and_hold_what_was_copied() -> None:
+    rig = Rig(slabs_per_class=2, overflow_bytes=1 << 20)
+    leaf = numbers(0)
+    plan = whole(leaf)
+    kept: deque[tuple[int, Snapshot, torch.Tensor]] = deque(maxlen=5)
+    for step in range(100):
+        leaf.copy_(numbers(step))
+        snapshot = rig.pack(leaf, plan)
+        kept.append((step, snapshot, snapshot.column(0)))
+        for of_step, snapshot_of_step, view in kept:
+            assert_same(view, numbers(of_step))
+            assert_same(snapshot_of_step.column(0), numbers(of_step))
+            (piece,) = snapshot_of_step.pieces(0)
+            assert_same(piece, numbers(of_step))
+    assert rig.overflow.nbytes <= 5 << 16
+    assert rig.pool.allocations <= 2
+
+
+def test_a_released_snapshot_keeps_no_pageable_slab() -> None:
+    rig = Rig(slabs_per_class=2, overflow_bytes=1 << 16)
+    leaf = numbers(1)
+    held = [rig.pack(leaf).column(0) for _ in range(2)]
+    for _ in range(10):
+        snapshot = rig.pack(leaf)
+        assert_same(snapshot.column(0), leaf)
+        assert snapshot.copies_out
+        snapshot.release()
+        with pytest.raises(ClosedError):
+            snapshot.column(0)
+    assert rig.overflow.nbytes == 1 << 16
+    assert len(held) == 2
+
+
+def test_many_readers_of_crowded_snapshots_get_the_same_bytes() -> None:
+    rig = Rig(slabs_per_class=4, overflow_bytes=20 << 16)
+    leaf = numbers(0)
+    plan = rows(leaf, [0, 2, 4], [2, 2, 2])
+    kept = []
+    for step in range(40):
+        leaf.copy_(numbers(step))
+        snapshot = rig.pack(leaf, plan)
+        snapshot.wait()
+        found: list[list[torch.Tensor]] = []
+        readers = [threading.Thread(target=lambda s=snapshot, f=found: f.append(list(s.split(0)))) for _ in range(4)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        assert len(found) == 4
+        kept.append((step, found))
+    for step, found in kept:
+        for pieces in found:
+            assert_same(torch.cat(pieces), numbers(step))
 
 
 def test_past_the_budget_the_bytes_come_in_pageable_memory(caplog: pytest.LogCaptureFixture) -> None:

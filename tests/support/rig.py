@@ -8,6 +8,7 @@ import torch
 from spanpack import ColumnSpec, Plan, Snapshot, make_plan
 from spanpack.config import ConfigTable
 from spanpack.cuda import CudaEngine
+from spanpack.overflow import Overflow
 from spanpack.pool import HostPool
 from spanpack.stats import Fallbacks
 from tests.support.fake_device import FakeDevice, FakeLauncher
@@ -19,11 +20,16 @@ class Rig:
     """An engine, and the parts of it that tests look at."""
 
     def __init__(
-        self, budget_bytes: int = 1 << 30, slabs_per_class: int = 8, configs: ConfigTable | None = None
+        self,
+        budget_bytes: int = 1 << 30,
+        slabs_per_class: int = 8,
+        configs: ConfigTable | None = None,
+        overflow_bytes: int = 0,
     ) -> None:
         self.device = FakeDevice()
         self.launcher = FakeLauncher(self.device)
-        self.pool = HostPool(budget_bytes, slabs_per_class, pin=False)
+        self.overflow = Overflow(overflow_bytes)
+        self.pool = HostPool(budget_bytes, slabs_per_class, pin=False, overflow=self.overflow)
         self.fallbacks = Fallbacks()
         self.engine = CudaEngine(self.device, self.pool, self.fallbacks, self.launcher, configs)  # type: ignore[arg-type]
 

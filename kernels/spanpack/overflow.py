@@ -1,0 +1,49 @@
+"""Overflow: pageable slabs for what is kept so long that pinned memory would run out."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from .pool import HostPool
+
+_ANY_NUMBER = 1 << 30
+
+
+class Overflow:
+    """Takes over the bytes of pinned slabs, so that those go back to work. Safe to call from several threads.
+
+    One copy into memory that is used over and over takes a tenth of what a copy of every piece into memory of its own
+    takes, most of which is the system handing out fresh pages. But one piece that is kept keeps a whole slab, so the
+    memory is bounded; past that pieces are copied one by one.
+
+    Parameters
+    ----------
+    budget_bytes
+        Most memory that it ever holds.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._pool = HostPool(budget_bytes, _ANY_NUMBER, pin=False)
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it holds."""
+        return self._pool.pinned_bytes
+
+    def take_over(self, lease: memoryview) -> memoryview | None:
+        """A copy of some bytes, held like a lease of a pinned slab; None where there is no room."""
+        with self._lock:
+            slab = self._pool.acquire(len(lease))
+            if slab is None:
+                return None
+            copy = slab.lease(len(lease))
+        np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(lease, np.uint8))  # gives the GIL up
+        return copy
+
+    def close(self) -> None:
+        """Drop what nobody holds; the rest goes when its views do."""
+        with self._lock:
+            self._pool.close()
