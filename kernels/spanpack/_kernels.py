@@ -74,26 +74,24 @@ def _copy_rows(source, destination, length, row_bytes, row_stride, TILE_BYTES: t
 
 
 @triton.jit
-def _pick(leaf, a0, a1, a2, a3, a4, a5, a6, a7):
-    """The address of one of a few leaves, without memory to look it up in."""
-    low = tl.where(leaf == 1, a1, tl.where(leaf == 2, a2, tl.where(leaf == 3, a3, a0)))
-    high = tl.where(leaf == 5, a5, tl.where(leaf == 6, a6, tl.where(leaf == 7, a7, a4)))
-    return tl.where(leaf < 4, low, high)
+def _pick(index, v0, v1, v2, v3, v4, v5, v6, v7):
+    """One of eight values, without memory to look it up in."""
+    low = tl.where(index == 1, v1, tl.where(index == 2, v2, tl.where(index == 3, v3, v0)))
+    high = tl.where(index == 5, v5, tl.where(index == 6, v6, tl.where(index == 7, v7, v4)))
+    return tl.where(index < 4, low, high)
 
 
-@triton.jit(do_not_specialize=["a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7"])
+# Eight of each: first bytes of leaves or runs, lengths, destinations, ends.
+_A, _N, _D, _E = ([f"{letter}{index}" for index in range(8)] for letter in "ande")
+
+
+# fmt: off
+@triton.jit(do_not_specialize=_A)
 def gather_tiles(
     tiles,  # [num_tiles, 6] int64: leaf, source byte, destination byte, length, row bytes, row stride
     addresses,  # [num_leaves] int64: first byte of each leaf; not read if PASSED
     slab,  # [slab_bytes] uint8, aligned to 16: device memory, or pinned host memory mapped into the device
-    a0,  # first byte of leaf 0 if PASSED, and so on up to eight leaves
-    a1,
-    a2,
-    a3,
-    a4,
-    a5,
-    a6,
-    a7,
+    a0, a1, a2, a3, a4, a5, a6, a7,  # first byte of each leaf if PASSED
     PASSED: tl.constexpr,  # whether addresses are passed rather than stored
     TILE_BYTES: tl.constexpr,  # longest tile
 ):
@@ -109,3 +107,27 @@ def gather_tiles(
         _copy_run(source, destination, length, TILE_BYTES)
     else:
         _copy_rows(source, destination, length, row_bytes, tl.load(tile + 5), TILE_BYTES)
+
+
+@triton.jit(do_not_specialize=[*_A, *_N, *_D, *_E])
+def gather_runs(
+    slab,  # [slab_bytes] uint8, as above
+    a0, a1, a2, a3, a4, a5, a6, a7,  # of each run: first byte of its source
+    n0, n1, n2, n3, n4, n5, n6, n7,  # its length
+    d0, d1, d2, d3, d4, d5, d6, d7,  # where its copies begin in the slab, one behind the other
+    e0, e1, e2, e3, e4, e5, e6, e7,  # tiles of all its copies, and of the runs before it
+    TILE_BYTES: tl.constexpr,  # longest tile
+):
+    """One program copies one tile of one copy of a run into the slab. All that it has to know comes with the launch."""
+    tile = tl.program_id(0)
+    run = (tile >= e0).to(tl.int32) + (tile >= e1) + (tile >= e2) + (tile >= e3)
+    run += (tile >= e4).to(tl.int32) + (tile >= e5) + (tile >= e6)
+    length = _pick(run, n0, n1, n2, n3, n4, n5, n6, n7)
+    tiles_per_copy = ((length + TILE_BYTES - 1) // TILE_BYTES).to(tl.int32)
+    tile -= _pick(run, 0, e0, e1, e2, e3, e4, e5, e6).to(tl.int32)
+    copy = tile // tiles_per_copy
+    done = (tile - copy * tiles_per_copy).to(tl.int64) * TILE_BYTES
+    source = _pick(run, a0, a1, a2, a3, a4, a5, a6, a7) + done
+    destination = slab.to(tl.int64) + _pick(run, d0, d1, d2, d3, d4, d5, d6, d7) + copy * length + done
+    _copy_run(source, destination, tl.minimum(length - done, TILE_BYTES), TILE_BYTES)
+# fmt: on

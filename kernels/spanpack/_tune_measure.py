@@ -19,7 +19,8 @@ from ._size_classes import LaunchConfig
 from ._tune_results import COPY_ENGINE, Bench, CallTimes, Transport
 from ._tune_workloads import Workload
 from .flight import Events, Flight
-from .gather import MOST_PASSED, Launcher, addresses_of, gather_torch, stage
+from .gather import Launcher, addresses_of, gather_torch, stage
+from .segments import MOST_PASSED
 from .tiles import make_tiles
 
 POISON = 0xA5
@@ -128,18 +129,21 @@ class CudaBench:
 
     def _gather(self, config: LaunchConfig, transport: Transport) -> Callable[[], None]:
         """What one pack puts on the producing stream, descriptors first."""
+        launcher, runs, addresses = self._owner.launcher, self._plan.passed_runs, self._addresses
+        slab = (self._pinned() if transport.direct else self._slab).data_ptr()
+        handle = self._handle
+        if transport.addresses == "resident" and runs is not None:
+            launch = launcher.bind_runs(config, runs)
+            return lambda: launch(slab, handle, addresses)
         tiles = self._tiles.get(config)
         if tiles is None:
             table = torch.from_numpy(make_tiles(self._plan.segments, config.tile_bytes))
             tiles = self._tiles[config] = table.to(self._owner.device)
-        addresses = self._addresses
         mapped, resident = self._pinned_table.data_ptr(), self._table.data_ptr()
         read: int | None = mapped if transport.addresses == "mapped" else resident
         if transport.addresses == "resident" and len(addresses) <= MOST_PASSED:
             read = None  # as the packer does it
-        launch = self._owner.launcher.bind(config, len(tiles), tiles.data_ptr(), read)
-        slab = (self._pinned() if transport.direct else self._slab).data_ptr()
-        handle = self._handle
+        launch = launcher.bind(config, len(tiles), tiles.data_ptr(), read)
         if transport.addresses != "upload":
             return lambda: launch(slab, handle, addresses)
         upload, nbytes = self._owner.runtime.upload, self._table.nbytes

@@ -202,7 +202,7 @@ class Search:
     def _is_better(
         self, workload: Workload, bench: Bench, kind: TransportKind, usual: Transport, other: Transport
     ) -> bool:
-        group = size_class(workload.device_bytes, len(workload.plan.segments))
+        group = size_class(workload.device_bytes, workload.plan.num_segments)
         tuned = self.findings.classes.get(group.name)
         config = tuned.config if tuned else group.default
         try:
@@ -221,7 +221,7 @@ def _group(workloads: Sequence[Workload]) -> dict[SizeClass, list[Workload]]:
     groups: dict[SizeClass, list[Workload]] = {group: [] for group in SIZE_CLASSES}
     for workload in workloads:
         if workload.device_bytes:
-            groups[size_class(workload.device_bytes, len(workload.plan.segments))].append(workload)
+            groups[size_class(workload.device_bytes, workload.plan.num_segments)].append(workload)
     return {group: members for group, members in groups.items() if members}
 
 

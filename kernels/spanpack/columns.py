@@ -45,6 +45,8 @@ class PieceFacts(NamedTuple):
         The row behind the last one of all pieces.
     runs
         What has to be copied.
+    copies
+        How many there are, if all are the same rows of one leaf; else 1.
     """
 
     rows: tuple[int, ...]
@@ -53,6 +55,7 @@ class PieceFacts(NamedTuple):
     largest: int
     end: int
     runs: Runs
+    copies: int = 1
 
     @staticmethod
     def of(starts: Int64Array, rows: Int64Array, leaves: Int64Array | None = None) -> PieceFacts:
@@ -67,7 +70,9 @@ class PieceFacts(NamedTuple):
             return PieceFacts(counts, total_rows, min(start, *counts), start + total_rows, start + total_rows, run)
         both = starts | rows  # has the sign of a negative one, and every bit of the largest
         runs = _merge(leaves, starts, rows)
-        return PieceFacts(counts, total_rows, int(both.min()), int(both.max()), int(ends.max()), runs)
+        alike = leaves is None and bool((starts == starts[0]).all() and (rows == rows[0]).all())
+        copies = len(counts) if alike and counts[0] else 1
+        return PieceFacts(counts, total_rows, int(both.min()), int(both.max()), int(ends.max()), runs, copies)
 
 
 _NO_RUNS = Runs(None, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))

@@ -22,11 +22,12 @@ from .config import ConfigTable
 from .flight import Events, Flight
 from .gather import Launcher, addresses_of, check_memory, copy_opaque, gather_host, gather_torch, stage
 from .late import MOST_WAITING, LateCopies, LateCopy
+from .overflow import Overflow
 from .plan import Plan
 from .pool import HostPool, HostSlab
 from .resident import Resident
 from .ring import DeviceRing, DeviceSlab
-from .self_test import self_test
+from .self_test import self_test, self_test_of_runs
 from .snapshot import Rest, Snapshot
 from .stats import Fallbacks
 
@@ -50,6 +51,8 @@ class CudaEngine:
         Launches the compiled kernel; None to gather with torch copies.
     configs
         How packs of each size are launched.
+    overflow
+        Where bytes go from pinned slabs that are crowded.
     """
 
     def __init__(
@@ -59,16 +62,19 @@ class CudaEngine:
         fallbacks: Fallbacks,
         launcher: Launcher | None,
         configs: ConfigTable | None = None,
+        overflow: Overflow | None = None,
     ) -> None:
         self.runtime = runtime
         self.configs = configs or ConfigTable()
         self.pool = pool
+        self.overflow = overflow
         self.staging = HostPool(_STAGING_BUDGET_BYTES, pin=pool.pin)  # of descriptors on their way to the device
         self.ring = DeviceRing(runtime)
         self.late = LateCopies()
         self.launcher = launcher
         self.fallbacks = fallbacks
         self.launches = self.copies = self.direct_stores = self.uploads = self.copied_bytes = 0
+        self.passes_runs = True  # to the kernel, where there are few
         self.residents: dict[Plan, Resident] = {}
         self._device_index = runtime.device.index
         self._current_device = runtime.current_device
@@ -102,7 +108,7 @@ class CudaEngine:
             flight = self._copy(plan, leaves, resident, host, device, stream)
         if has_extras:
             return self._with_extras(plan, leaves, lease, flight, host)
-        return Snapshot(plan, lease, flight, host)
+        return Snapshot(plan, lease, flight, host, None, self.overflow)
 
     def _copy(
         self,
@@ -180,19 +186,26 @@ class CudaEngine:
         try:
             resident = Resident(
                 plan,
-                self.configs.choose(plan.device_bytes, len(plan.segments)),
+                self.configs.choose(plan.device_bytes, plan.num_segments),
                 self.runtime,
                 self.launcher,
                 self.pool,
                 self.staging,
                 direct=plan.device_bytes <= self.configs.direct_store_bytes,
+                passes_runs=self.passes_runs,
             )
         except torch.cuda.OutOfMemoryError:
             self.fallbacks.note("descriptors", "no device memory for descriptors; gathering with torch copies")
             return None
         except Exception as error:  # noqa: BLE001 - whatever a compiler, a driver or a read-only cache may raise
-            self._give_up_triton(error)
-            return None
+            if not self.passes_runs or plan.passed_runs is None:
+                self._give_up_triton(error)
+                return None
+            self.passes_runs = False
+            made = self._make_resident(plan, leaves)
+            if made is not None:  # so it was that kernel alone
+                self._give_up_passing_runs(error)
+            return made
         if len(self.residents) >= _MAX_RESIDENT:  # a quarter at once: sorting them for every new plan would cost more
             by_use = sorted(self.residents, key=lambda old: self.residents[old].turn)
             for old in by_use[: _MAX_RESIDENT // 4]:
@@ -204,6 +217,13 @@ class CudaEngine:
         self.fallbacks.note("triton failed", f"the Triton kernel can't be used ({error}); gathering with torch copies")
         self._without_launcher()
 
+    def _give_up_passing_runs(self, error: Exception) -> None:
+        self.fallbacks.note(
+            "passing runs failed", f"the kernel that is told of a few runs can't be used ({error}); using the other"
+        )
+        self.passes_runs = False
+        self.residents = {plan: resident for plan, resident in self.residents.items() if resident.buffer is not None}
+
     def _without_launcher(self) -> None:
         self.launcher = None
         self._without_direct_store()  # torch would store leaf by leaf, and block
@@ -214,6 +234,9 @@ class CudaEngine:
 
     def _change_stream(self, resident: Resident, stream: int) -> None:
         """Let a resident be read and written on another stream than before."""
+        if resident.buffer is None:
+            resident.stream = stream
+            return
         if resident.flight is not None:
             self.runtime.stream_wait(stream, resident.flight.landed)
         else:  # never launched: its memory is in the order of the stream that it was made on
@@ -232,6 +255,7 @@ class CudaEngine:
             pageable = np.empty(nbytes, dtype=np.uint8)
             resident.write(pageable.data, addresses)
             with torch.inference_mode():  # torch guards a buffer that was made in it
+                assert resident.buffer is not None
                 self.runtime.upload_pageable(resident.buffer[:nbytes], torch.from_numpy(pageable))
         else:
             staging.flight = flight  # not written again before this pack has landed
@@ -293,7 +317,7 @@ class CudaEngine:
         if plan.host_runs:
             gather_host(plan, leaves, _bytes(lease))
         opaque = copy_opaque(plan, leaves, self.fallbacks)
-        return Snapshot(plan, lease, flight, host, Rest(None, opaque) if opaque else None)
+        return Snapshot(plan, lease, flight, host, Rest(None, opaque) if opaque else None, self.overflow)
 
     def reserve(self, nbytes: int, slabs: int) -> None:
         """Allocate device slabs for `slabs` packs of `nbytes` in flight."""
@@ -308,9 +332,15 @@ class CudaEngine:
             if self.launcher is not None:
                 try:
                     for config in self.configs.configs:
-                        self_test(self, config, direct=False)
+                        self_test(self, config)
                 except Exception as error:  # noqa: BLE001 - as when a plan is first launched
                     self._give_up_triton(error)
+            if self.launcher is not None:
+                try:
+                    for config in self.configs.configs:
+                        self_test_of_runs(self, config)
+                except Exception as error:  # noqa: BLE001 - the same
+                    self._give_up_passing_runs(error)
             if self.configs.direct_store_bytes:
                 try:
                     self_test(self, self.configs.configs[0], direct=True)

@@ -96,7 +96,7 @@ class Fetcher:
     @property
     def pinned_bytes(self) -> int:
         """Pinned memory that it holds."""
-        return self._pool.pinned_bytes
+        return self._pool.held_bytes
 
     def close(self) -> None:
         """Wait for the copies in flight and drop the memory; tensors that exist stay valid. Harmless when repeated."""

@@ -15,15 +15,16 @@ from torch import Tensor
 from .config import LaunchConfig, choose_config
 from .errors import LeafError, UnavailableError
 from .plan import Column, Plan, Route, Run
+from .segments import MOST_PASSED, PassedRun
 from .stats import Fallbacks
 from .tiles import make_tiles
 
-__all__ = ["MOST_PASSED", "Launcher", "gather_torch", "gather_triton", "interpreted", "triton_available"]
+__all__ = ["Launcher", "gather_torch", "gather_triton", "interpreted", "triton_available"]
 
-MOST_PASSED = 8  # leaves whose addresses the kernel takes as arguments; those of more are stored in a table
-_NO_ADDRESSES = ((1 << 40) + 1,) * MOST_PASSED  # Triton gives an integer 64 bits only where its value needs them
+# Stands for an address that is not there. Triton gives an integer 64 bits only where its value needs them.
+_NO_ADDRESSES = ((1 << 40) + 1,) * MOST_PASSED
 
-# What `Launcher.bind` returns: takes the address of the slab, the handle of the stream and the leaves' addresses.
+# What a `Launcher` binds: takes the address of the slab, the handle of the stream and the leaves' addresses.
 Launch = Callable[[int, int, tuple[int, ...]], None]
 
 
@@ -81,7 +82,7 @@ def _column_of(slab: Tensor, column: Column) -> Tensor:
 def gather_triton(plan: Plan, leaves: Sequence[Tensor], slab: Tensor, config: LaunchConfig | None = None) -> None:
     """Fill the device part of a slab with one kernel launch on the current stream.
 
-    Uploads the plan's tiles for this one call; `Packer` keeps them on the device.
+    Uploads the plan's tiles, if it has too many runs to be passed, for this call; `Packer` keeps them on the device.
 
     Parameters
     ----------
@@ -99,28 +100,71 @@ def gather_triton(plan: Plan, leaves: Sequence[Tensor], slab: Tensor, config: La
     UnavailableError
         Triton can't be imported.
     """
-    if not len(plan.segments):
+    if not plan.num_segments:
         return
-    config = config or choose_config(plan.device_bytes, len(plan.segments))
+    config = config or choose_config(plan.device_bytes, plan.num_segments)
     read = stage(plan, leaves)
-    tiles = torch.from_numpy(make_tiles(plan.segments, config.tile_bytes)).to(slab.device)
     addresses = addresses_of(plan, read)
-    table = torch.tensor(addresses, dtype=torch.int64, device=slab.device)
-    kernel = _kernel()
+    if plan.passed_runs is not None:
+        passed = RunArguments(plan.passed_runs, config.tile_bytes)
+        kernel = _kernels().gather_runs
+        kernel[(passed.num_tiles,)](
+            slab,
+            *passed.sources(addresses),
+            *passed.constants,
+            TILE_BYTES=config.tile_bytes,
+            num_warps=config.num_warps,
+        )
+        return
+    tiles = torch.from_numpy(make_tiles(plan.segments, config.tile_bytes)).to(slab.device)
+    passes = len(addresses) <= MOST_PASSED
+    table = torch.tensor(() if passes else addresses, dtype=torch.int64, device=slab.device)
+    kernel = _kernels().gather_tiles
     kernel[(len(tiles),)](
         tiles,
         table,
         slab,
-        *_arguments(addresses),
-        PASSED=len(addresses) <= MOST_PASSED,
+        *(_padded(addresses) if passes else _NO_ADDRESSES),
+        PASSED=passes,
         TILE_BYTES=config.tile_bytes,
         num_warps=config.num_warps,
     )
 
 
-def _arguments(addresses: tuple[int, ...]) -> tuple[int, ...]:
-    """What stands for the addresses among the kernel's arguments, whose number is fixed."""
-    return (addresses + _NO_ADDRESSES)[:MOST_PASSED] if len(addresses) <= MOST_PASSED else _NO_ADDRESSES
+def _padded(addresses: tuple[int, ...]) -> tuple[int, ...]:
+    """Up to `MOST_PASSED` addresses as the kernel's arguments, whose number is fixed."""
+    return (addresses + _NO_ADDRESSES)[:MOST_PASSED]
+
+
+class RunArguments:
+    """What the kernel is told of a few runs.
+
+    Attributes
+    ----------
+    num_tiles
+        Programs to launch.
+    constants
+        Arguments that do not change from step to step: lengths, destinations, ends.
+    sources
+        Takes the addresses of all leaves, returns the arguments that do: the first byte of each run.
+    """
+
+    def __init__(self, runs: Sequence[PassedRun], tile_bytes: int) -> None:
+        ends, end = [], 0
+        for run in runs:
+            end += run.copies * -(-run.nbytes // tile_bytes)
+            ends.append(end)
+        missing = MOST_PASSED - len(runs)
+        self.num_tiles = end
+        lengths, destinations = [run.nbytes for run in runs], [run.destination for run in runs]
+        self.constants = (*lengths, *[1] * missing, *destinations, *[0] * missing, *ends, *[end] * missing)
+        places = [(run.leaf, run.source) for run in runs]
+
+        def sources(addresses: tuple[int, ...]) -> tuple[int, ...]:
+            return _padded(tuple([addresses[leaf] + source for leaf, source in places]))
+
+        each_leaf = places == [(leaf, 0) for leaf in range(len(runs))]  # as it is in most steps
+        self.sources: Callable[[tuple[int, ...]], tuple[int, ...]] = _padded if each_leaf else sources
 
 
 def stage(plan: Plan, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -220,18 +264,18 @@ def interpreted() -> bool:
 def triton_available() -> bool:
     """Whether the kernel module can be imported."""
     try:
-        _kernel()
+        _kernels()
     except UnavailableError:
         return False
     return True
 
 
-def _kernel() -> Any:
+def _kernels() -> Any:
     try:
-        from ._kernels import gather_tiles  # noqa: PLC0415 - spanpack works without Triton
+        from . import _kernels as kernels  # noqa: PLC0415 - spanpack works without Triton
     except Exception as error:  # a broken installation can raise anything on import
         raise UnavailableError(f"Triton can't be used here: {type(error).__name__}: {error}") from error
-    return gather_tiles
+    return kernels
 
 
 class Launcher:
@@ -245,10 +289,10 @@ class Launcher:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._compiled: dict[tuple[LaunchConfig, bool], tuple[Any, ...]] = {}
+        self._compiled: dict[tuple[str, LaunchConfig], tuple[Any, ...]] = {}
 
     def bind(self, config: LaunchConfig, num_tiles: int, tiles: int, table: int | None) -> Launch:
-        """A launch with all filled in but what changes; compiles on the first use of a configuration.
+        """A launch of `gather_tiles` with all filled in but what changes; compiles on the first use of a configuration.
 
         Parameters
         ----------
@@ -269,33 +313,42 @@ class Launcher:
             byte of each leaf, which counts only without a table.
         """
         passed = table is None
-        run, function, metadata = self._compiled.get((config, passed)) or self._compile(config, passed)
-        tile_bytes = config.tile_bytes
-        head = num_tiles, 1, 1
+        run, *compiled = self._kernel("passing addresses" if passed else "with a table", config)
+        given = (num_tiles, 1, 1), (*compiled, None, None, None, tiles, table or 0), (passed, config.tile_bytes)
+        grid, head, constants = given
 
-        def launch_passing(slab: int, stream: int, addresses: tuple[int, ...]) -> None:
-            given = (addresses + _NO_ADDRESSES)[:MOST_PASSED]
-            run(*head, stream, function, metadata, None, None, None, tiles, 0, slab, *given, True, tile_bytes)
+        def launch(slab: int, stream: int, addresses: tuple[int, ...]) -> None:
+            passing = (addresses + _NO_ADDRESSES)[:MOST_PASSED] if passed else _NO_ADDRESSES
+            run(*grid, stream, *head, slab, *passing, *constants)
 
-        def launch_from_table(slab: int, stream: int, addresses: tuple[int, ...]) -> None:
-            del addresses
-            given = _NO_ADDRESSES
-            run(*head, stream, function, metadata, None, None, None, tiles, table, slab, *given, False, tile_bytes)
+        return launch
 
-        return launch_passing if passed else launch_from_table
+    def bind_runs(self, config: LaunchConfig, runs: Sequence[PassedRun]) -> Launch:
+        """The same of `gather_runs`, which needs nothing on the device."""
+        run, *compiled = self._kernel("passing runs", config)
+        passed = RunArguments(runs, config.tile_bytes)
+        grid, head = (passed.num_tiles, 1, 1), (*compiled, None, None, None)
+        sources, constants = passed.sources, (*passed.constants, config.tile_bytes)
 
-    def _compile(self, config: LaunchConfig, passed: bool) -> tuple[Any, ...]:
-        with torch.cuda.device(self._device):
-            compiled = _kernel().warmup(
-                torch.int64,
-                torch.int64,
-                torch.uint8,
-                *_NO_ADDRESSES,
-                PASSED=passed,
-                TILE_BYTES=config.tile_bytes,
-                num_warps=config.num_warps,
-                grid=(1,),
-            )
-            run = compiled.run  # loads the module, so ask for it before the function
-            self._compiled[config, passed] = run, compiled.function, compiled.packed_metadata
-        return self._compiled[config, passed]
+        def launch(slab: int, stream: int, addresses: tuple[int, ...]) -> None:
+            run(*grid, stream, *head, slab, *sources(addresses), *constants)
+
+        return launch
+
+    def _kernel(self, variant: str, config: LaunchConfig) -> tuple[Any, ...]:
+        """What launches a compiled kernel, and two things that it wants; compiled when it is first asked for."""
+        found = self._compiled.get((variant, config))
+        if found is None:
+            kernels, slab = _kernels(), torch.uint8
+            with torch.cuda.device(self._device):
+                if variant == "passing runs":
+                    kernel, arguments, constants = kernels.gather_runs, (slab, *_NO_ADDRESSES * 4), {}
+                else:
+                    kernel, arguments = kernels.gather_tiles, (torch.int64, torch.int64, slab, *_NO_ADDRESSES)
+                    constants = {"PASSED": variant == "passing addresses"}
+                compiled = kernel.warmup(
+                    *arguments, **constants, TILE_BYTES=config.tile_bytes, num_warps=config.num_warps, grid=(1,)
+                )
+                run = compiled.run  # loads the module, so ask for it before the function
+                found = self._compiled[variant, config] = run, compiled.function, compiled.packed_metadata
+        return found

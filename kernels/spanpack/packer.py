@@ -138,7 +138,7 @@ class Packer:
         self._fallbacks = Fallbacks()
         self._use_triton = resolve_backend(backend, self.device, self._fallbacks)
         self._overflow = Overflow(overflow_budget_bytes)
-        self._pool = HostPool(pinned_budget_bytes, slabs_per_class, overflow=self._overflow)
+        self._pool = HostPool(pinned_budget_bytes, slabs_per_class)
         self._lock = threading.Lock()
         self._recipes: PlanCache[TreeRecipe] = PlanCache()
         self._tables = LeafTables(_MOST_TABLES, self.device.type)
@@ -152,7 +152,7 @@ class Packer:
             configs = load_configs(torch.cuda.get_device_name(self.device), tuned)
             if transport == "copy":
                 configs = replace(configs, direct_store_bytes=0)
-            self._engine = CudaEngine(runtime, self._pool, self._fallbacks, launcher, configs)
+            self._engine = CudaEngine(runtime, self._pool, self._fallbacks, launcher, configs, self._overflow)
             self._device_type = "cuda"
 
     @property
@@ -350,7 +350,7 @@ class Packer:
             uploads=engine.uploads,
             copied_bytes=engine.copied_bytes,
             plans_resident=len(engine.residents),
-            pinned_bytes=pool.pinned_bytes + engine.staging.pinned_bytes,
+            pinned_bytes=pool.held_bytes + engine.staging.held_bytes,
             pinned_peak_bytes=pool.peak_bytes + engine.staging.peak_bytes,
             pinned_allocations=pool.allocations + engine.staging.allocations,
             overflow_bytes=self._overflow.nbytes,
@@ -372,9 +372,12 @@ class Packer:
                 return
             self._closed = True
             self._device_type = None
-            if self._engine is not None:
-                self._engine.close()
-            self._pool.close()
+            try:
+                if self._engine is not None:
+                    self._engine.close()
+                self._pool.close()
+            finally:
+                self._overflow.close()
 
     def __enter__(self) -> Packer:
         return self
@@ -432,7 +435,7 @@ class Packer:
             gather_host(plan, leaves, slab)
         elif self._use_triton and interpreted():
             gather_triton(plan, leaves, slab)
-            self._host_launches += bool(len(plan.segments))
+            self._host_launches += bool(plan.num_segments)
         else:
             gather_torch(plan, leaves, slab)
         opaque = copy_opaque(plan, leaves, self._fallbacks)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from .columns import ColumnSpec, Int64Array
+from .segments import Part, PassedRun, count_segments, make_segments, passed_runs
 from .signature import PlanSignature
 
 
@@ -107,9 +108,8 @@ class Plan:
     ----------
     columns
         In the order of the column specs.
-    segments
-        Device segments, ``[num_segments, 6] int64``: leaf, first source byte in the leaf, destination offset in the
-        slab, length, bytes of a row, bytes from a row to the next. The last two are 0 where the source is one run.
+    parts
+        What the gather fills the columns with.
     specs
         For each column, the specs whose pieces it holds one after another.
     use
@@ -127,7 +127,7 @@ class Plan:
     """
 
     columns: tuple[Column, ...]
-    segments: Int64Array  # [num_segments, 6]
+    parts: tuple[Part, ...]
     specs: tuple[Sequence[ColumnSpec], ...]
     use: LeafUse
     device_type: str
@@ -139,8 +139,27 @@ class Plan:
     def __repr__(self) -> str:
         return (
             f"Plan({len(self.columns)} columns from {len(self.use.routes)} leaves on {self.device_type}: "
-            f"{len(self.segments)} segments, {self.payload_bytes} bytes)"
+            f"{self.num_segments} segments, {self.payload_bytes} bytes)"
         )
+
+    @cached_property
+    def segments(self) -> Int64Array:
+        """What the gather copies, ``[num_segments, 6] int64``, worked out when it is first asked for.
+
+        Leaf, first source byte in the leaf, destination offset in the slab, length, bytes of a row, bytes from a row to
+        the next. The last two are 0 where the source is one run.
+        """
+        return make_segments(self.parts)
+
+    @cached_property
+    def num_segments(self) -> int:
+        """How many segments there are."""
+        return count_segments(self.parts)
+
+    @cached_property
+    def passed_runs(self) -> tuple[PassedRun, ...] | None:
+        """The same in a form that fits among the kernel's arguments; None where it does not."""
+        return passed_runs(self.parts)
 
     @cached_property
     def device_runs(self) -> tuple[Run, ...]:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from .columns import MOST_ROWS, ColumnSpec, Int64Array, PieceFacts, Runs
+from .columns import MOST_ROWS, ColumnSpec, Int64Array, PieceFacts
 from .errors import LeafError, PlacementError
 from .leaf_table import LeafLooks
 from .plan import Column, Plan, Route
-from .tiles import DESTINATION, LEAF, LENGTH, ROW_BYTES, ROW_STRIDE, SOURCE
+from .segments import Part
 
 ALIGNMENT_BYTES = 16  # of every column in the slab: one vector load or store of a GPU lane
 
@@ -109,16 +109,6 @@ class _Content(NamedTuple):
     scalar: bool
 
 
-class _Part(NamedTuple):
-    """The runs of one spec, and where in the slab they go."""
-
-    leaf: int  # the first one, where there are several
-    runs: Runs
-    row_bytes: int
-    offset: int
-    nbytes: int
-
-
 class _Planner:
     def __init__(self, looks: LeafLooks, columns: Sequence[Sequence[ColumnSpec]]) -> None:
         self.looks = looks
@@ -126,7 +116,7 @@ class _Planner:
         self.columns = columns
         self.used: set[int] = set()
         self.facts: dict[tuple[int, int, int], PieceFacts] = {}
-        self.parts: list[_Part] = []  # those that the gather fills
+        self.parts: list[Part] = []
 
     def plan(self) -> Plan:
         table, routes = self.table, self.table.routes
@@ -143,7 +133,7 @@ class _Planner:
         columns = tuple([placed[index] for index in range(len(contents))])
         return Plan(
             columns=columns,
-            segments=_segments(self.parts, table.row_strides),
+            parts=tuple(self.parts),
             specs=tuple(self.columns),
             use=table.use(frozenset(self.used)),
             device_type=table.device_type,
@@ -254,43 +244,14 @@ class _Planner:
         end = offset
         if row_bytes and route is not Route.HOST:
             for spec, known in zip(specs, facts, strict=True):
-                nbytes = known.total_rows * row_bytes
-                self.parts.append(_Part(spec.first_leaf, known.runs, row_bytes, end, nbytes))
-                end += nbytes
+                self.parts.append(Part(spec.first_leaf, known, row_bytes, self._row_stride(spec, known), end))
+                end += known.total_rows * row_bytes
         shape = (total_rows,) if scalar else (total_rows, *kind.row_shape)
         return Column(offset, total_rows * row_bytes, kind.dtype, shape, rows, scalar)
 
-
-def _segments(parts: Sequence[_Part], row_strides: Int64Array) -> Int64Array:
-    """Device segments of all parts together, see `Plan.segments`."""
-    if not parts:
-        return np.zeros((0, 6), dtype=np.int64)
-    counts = [len(part.runs.starts) for part in parts]
-    per_part = []
-    bytes_before = 0
-    for leaf, _, row_bytes, offset, nbytes in parts:
-        per_part.append((leaf, row_bytes, offset - bytes_before))
-        bytes_before += nbytes
-    leaf, row_bytes, shift = np.array(per_part, dtype=np.int64).T.repeat(counts, axis=1)
-    first = 0
-    for part, count in zip(parts, counts, strict=True):
-        if part.runs.leaves is not None:
-            leaf[first : first + count] = part.runs.leaves
-        first += count
-    rows = np.concatenate([part.runs.rows for part in parts])
-    row_stride = row_strides[leaf]
-    length = rows * row_bytes
-    table = np.zeros((len(leaf), 6), dtype=np.int64)
-    table[:, LEAF] = leaf
-    table[:, SOURCE] = np.concatenate([part.runs.starts for part in parts]) * row_stride
-    table[:, DESTINATION] = length.cumsum() - length + shift
-    table[:, LENGTH] = length
-    strided = row_stride != row_bytes
-    if strided.any():
-        strided &= rows != 1
-        table[:, ROW_BYTES] = row_bytes * strided
-        table[:, ROW_STRIDE] = row_stride * strided
-    return table
+    def _row_stride(self, spec: ColumnSpec, facts: PieceFacts) -> int | Int64Array:
+        strides = self.table.row_strides
+        return int(strides[spec.leaves]) if isinstance(spec.leaves, int) else strides[facts.runs.leaves]
 
 
 def _align(nbytes: int) -> int:

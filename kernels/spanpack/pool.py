@@ -1,4 +1,4 @@
-"""Pinned host memory: slabs that go back to work when the last view into them has died."""
+"""Host memory, pinned or not: slabs that go back to work when the last view into them has died."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from .flight import Events, Flight
-
-if TYPE_CHECKING:
-    from .overflow import Overflow
 
 ByteArray = npt.NDArray[np.uint8]
 SMALLEST_SLAB_BYTES = 1 << 16
@@ -46,8 +42,6 @@ class Shelf:
         Of each slab, in bytes.
     most
         How many there may be.
-    overflow
-        Where their bytes go when they are crowded, if there is such a place.
     count
         How many there are.
     idle
@@ -57,12 +51,11 @@ class Shelf:
         the middle of anything: by a C function, so that no code of ours runs then, and never iterated over.
     """
 
-    __slots__ = ("capacity", "count", "idle", "most", "overflow", "returned")
+    __slots__ = ("capacity", "count", "idle", "most", "returned")
 
-    def __init__(self, capacity: int, most: int, overflow: Overflow | None = None) -> None:
+    def __init__(self, capacity: int, most: int) -> None:
         self.capacity = capacity
         self.most = most
-        self.overflow = overflow
         self.count = 0
         self.idle: deque[HostSlab] = deque()
         self.returned: deque[_Watch] = deque()
@@ -110,7 +103,7 @@ class Shelf:
 
 
 class HostSlab:
-    """One pinned buffer.
+    """One buffer.
 
     Attributes
     ----------
@@ -132,7 +125,7 @@ class HostSlab:
         self.flight: Flight | None = None
         self.shelf = shelf
         self.capacity = shelf.capacity
-        tensor = torch.empty(self.capacity, dtype=torch.uint8, pin_memory=pin)
+        tensor = torch.empty(self.capacity, dtype=torch.uint8, device="cpu", pin_memory=pin)
         self.array: ByteArray = tensor.numpy()  # keeps the tensor alive
         self.address = tensor.data_ptr()
         self.events: Events | None = None
@@ -172,11 +165,6 @@ class HostSlab:
         """Whether so many slabs of this size are out that bytes should be copied out of this one."""
         return self.shelf.is_crowded()
 
-    def move_out(self, lease: memoryview) -> memoryview | None:
-        """The leased bytes in pageable memory that is bounded as well; None where there is no room."""
-        overflow = self.shelf.overflow
-        return None if overflow is None else overflow.take_over(lease)
-
     def is_idle(self) -> bool:
         """Whether no copy uses the memory any more."""
         flight = self.flight
@@ -197,12 +185,16 @@ def _free_landed_orphans() -> None:
     for _ in range(len(_orphans)):
         with suppress(IndexError):  # another thread took it
             orphan = _orphans.popleft()
-            if not orphan[0].is_done():
-                _orphans.append(orphan)
+            landed = False
+            try:
+                landed = orphan[0].is_done()
+            finally:  # also where a broken device raises
+                if not landed:
+                    _orphans.append(orphan)
 
 
 class HostPool:
-    """Pinned slabs by size class, within a byte budget.
+    """Slabs by size class, within a byte budget.
 
     Once the system has refused memory, it is not asked again for that much or more, since asking takes milliseconds:
     not before pinned memory was given up here, or `RETRY_AFTER` such requests were turned down.
@@ -210,28 +202,29 @@ class HostPool:
     Parameters
     ----------
     budget_bytes
-        Most pinned memory that the pool ever holds.
+        Most memory that the pool ever holds.
     slabs_per_class
         Most slabs of one size. Past half of it, snapshots copy their bytes out instead of keeping a slab, so that
         pinned memory stays bounded however long consumers keep their payloads.
     pin
         Whether the memory is pinned; ordinary memory serves where no GPU copies into it.
-    overflow
-        Where those bytes go.
+    lands_copies
+        Whether copies from a device land here. Then a larger slab that is idle serves where pinning one of the right
+        size would take milliseconds, and making a slab frees those of pools that were dropped while copies went on.
     """
 
     RETRY_AFTER = 1000
 
     def __init__(
-        self, budget_bytes: int, slabs_per_class: int = 8, *, pin: bool = True, overflow: Overflow | None = None
+        self, budget_bytes: int, slabs_per_class: int = 8, *, pin: bool = True, lands_copies: bool = True
     ) -> None:
         self.budget_bytes = budget_bytes
-        self.overflow = overflow
         self.slabs_per_class = slabs_per_class
-        self.pinned_bytes = 0
+        self.held_bytes = 0
         self.peak_bytes = 0
         self.allocations = 0
         self.pin = pin
+        self.lands_copies = lands_copies
         self._refusal: _Refusal | None = None
         self._shelves: dict[int, Shelf] = {}
         self._slabs: set[HostSlab] = set()  # keeps slabs and their watches alive while views hold only the array
@@ -246,19 +239,18 @@ class HostPool:
         capacity = slab_class(nbytes)
         shelf = self._shelves.get(capacity)
         if shelf is None:
-            shelf = self._shelves[capacity] = Shelf(capacity, self.slabs_per_class, self.overflow)
+            shelf = self._shelves[capacity] = Shelf(capacity, self.slabs_per_class)
         return shelf
 
     def acquire(self, nbytes: int) -> HostSlab | None:
-        """An idle slab of at least `nbytes`, or None where the budget or the system refuses one.
+        """An idle slab of at least `nbytes`, or None where the budget or the system refuses one."""
+        slab = self.take(nbytes)
+        return self.take(nbytes) if slab is None and self._bring_back_lost() else slab
 
-        Where pinning one would take milliseconds, a larger one that is idle serves as well.
-        """
+    def take(self, nbytes: int) -> HostSlab | None:
+        """The same, without a look for slabs that an interrupt has left on no shelf."""
         shelf = self.shelf(nbytes)
-        slab = shelf.take() or self._borrow(shelf) or self._grow(shelf)
-        if slab is None and self._bring_back_lost():
-            slab = shelf.take() or self._borrow(shelf) or self._grow(shelf)
-        return slab
+        return shelf.take() or self._borrow(shelf) or self._grow(shelf)
 
     def reserve(self, nbytes: int, slabs: int) -> None:
         """Allocate ahead, so that later no `acquire` has to."""
@@ -285,15 +277,16 @@ class HostPool:
             shelf.collect()
             while shelf.idle:
                 self._forget(shelf.idle.popleft())
-        if self.overflow is not None:
-            self.overflow.close()
 
     def _borrow(self, shelf: Shelf) -> HostSlab | None:
-        """An idle slab from a shelf of larger ones, which gets it back."""
-        if shelf.capacity < LARGE_SLAB_BYTES:
+        """An idle slab from a shelf of larger ones, which gets it back; never the last that is there.
+
+        Larger packs would have to pin another, and would find their slabs crowded.
+        """
+        if not self.lands_copies or shelf.capacity < LARGE_SLAB_BYTES:
             return None
-        for capacity in sorted(self._shelves):
-            slab = self._shelves[capacity].take() if capacity > shelf.capacity else None
+        for capacity, other in sorted(self._shelves.items()):
+            slab = other.take() if capacity > shelf.capacity and other.unheld() > 1 else None
             if slab is not None:
                 return slab
         return None
@@ -302,9 +295,10 @@ class HostPool:
         size = shelf.capacity
         if shelf.count >= shelf.most or self._is_refused(size):
             return None
-        if self.pinned_bytes + size > self.budget_bytes and not self._trim(shelf):
+        if self.held_bytes + size > self.budget_bytes and not self._trim(shelf):
             return None
-        _free_landed_orphans()  # not within: what a broken device raises is no refusal
+        if self.lands_copies:
+            _free_landed_orphans()  # not within: what a broken device raises is no refusal
         try:
             slab = HostSlab(shelf, pin=self.pin)
         except RuntimeError as error:  # locked-memory limits of the system or the container
@@ -315,8 +309,8 @@ class HostPool:
         self._slabs.add(slab)
         shelf.count += 1
         self.allocations += 1
-        self.pinned_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.pinned_bytes)
+        self.held_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return slab
 
     def _bring_back_lost(self) -> bool:
@@ -348,11 +342,11 @@ class HostPool:
         for other in others:
             other.collect()
         idle_bytes = sum(slab.capacity for other in others for slab in other.idle if slab.is_idle())
-        if self.pinned_bytes - idle_bytes + shelf.capacity > self.budget_bytes:
+        if self.held_bytes - idle_bytes + shelf.capacity > self.budget_bytes:
             return False  # dropping all of them would only make later packs pin memory again
         for other in others:
             for _ in range(len(other.idle)):
-                if self.pinned_bytes + shelf.capacity <= self.budget_bytes:
+                if self.held_bytes + shelf.capacity <= self.budget_bytes:
                     break
                 slab = other.idle.popleft()
                 if slab.is_idle():
@@ -368,7 +362,7 @@ class HostPool:
         self._slabs.discard(slab)
         slab.unwatch()
         slab.shelf.count -= 1
-        self.pinned_bytes -= slab.capacity
+        self.held_bytes -= slab.capacity
         self._refusal = None
 
 

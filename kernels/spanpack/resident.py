@@ -6,8 +6,9 @@ import struct
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from . import gather
+from . import segments
 from ._runtime import TorchRuntime
 from .config import LaunchConfig
 from .flight import Flight
@@ -20,14 +21,15 @@ from .tiles import make_tiles
 class Resident:
     """One plan's descriptors: ``[num_leaves] int64`` addresses, then ``[num_tiles, 6] int64`` tiles.
 
-    Addresses of up to `gather.MOST_PASSED` leaves are passed to the kernel by each launch; they have no place there.
+    What fits is passed to the kernel by each launch instead: the addresses of a few leaves, or all there is to know
+    about a few runs. A plan of that kind has nothing on the device.
 
     Attributes
     ----------
     launch
         ``launch(slab, stream, addresses)`` queues the gather.
     buffer, buffer_address
-        The descriptors on the device.
+        The descriptors on the device, if there are any.
     known
         The addresses that are there, none before the first upload; None once nothing more has to get there because
         launches pass them.
@@ -75,15 +77,25 @@ class Resident:
         staging: HostPool,
         *,
         direct: bool,
+        passes_runs: bool = True,
     ) -> None:
-        tiles = make_tiles(plan.segments, config.tile_bytes)
         leaves = len(plan.use.routes)
-        self._stored = 0 if leaves <= gather.MOST_PASSED else leaves
-        head = (self._stored + 1) // 2 * 2  # keeps the tiles aligned to 16 bytes
-        self.buffer = runtime.empty(8 * (head + tiles.size))
-        address = self.buffer_address = self.buffer.data_ptr()
-        self.launch = launcher.bind(config, len(tiles), address + 8 * head, address if head else None)
-        self.known: tuple[int, ...] | None = ()
+        self._stored = 0 if leaves <= segments.MOST_PASSED else leaves
+        self._upload: np.ndarray[Any, np.dtype[np.int64]] | None = None
+        self.buffer: Tensor | None = None
+        self.buffer_address = 0
+        self.known: tuple[int, ...] | None = None
+        runs = plan.passed_runs if passes_runs else None
+        if runs is not None:
+            self.launch = launcher.bind_runs(config, runs)
+        else:
+            tiles = make_tiles(plan.segments, config.tile_bytes)
+            head = (self._stored + 1) // 2 * 2  # keeps the tiles aligned to 16 bytes
+            self._upload = np.concatenate([np.zeros(head, np.int64), tiles.ravel()])
+            self.buffer = runtime.empty(self._upload.nbytes)
+            address = self.buffer_address = self.buffer.data_ptr()
+            self.known = ()
+            self.launch = launcher.bind(config, len(tiles), address + 8 * head, address if head else None)
         self.stream = runtime.current_stream()
         self.flight: Flight | None = None
         self.turn = 0
@@ -93,9 +105,6 @@ class Resident:
         self.reads_every_leaf = plan.use.reads_every_leaf
         self.has_extras = bool(plan.use.staged or plan.host_runs or plan.use.has_opaque)
         self._pack = struct.Struct(f"{self._stored}q")
-        self._upload: np.ndarray[Any, np.dtype[np.int64]] | None = np.concatenate(
-            [np.zeros(head, np.int64), tiles.ravel()]
-        )
 
     def upload_bytes(self) -> int:
         """How much the device lacks: all of it at first, later new addresses."""

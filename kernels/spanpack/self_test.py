@@ -10,9 +10,10 @@ from torch import Tensor
 from .columns import ColumnSpec
 from .config import LaunchConfig
 from .flight import Events, Flight
-from .gather import MOST_PASSED, addresses_of, gather_torch
+from .gather import addresses_of, gather_torch
 from .planner import make_plan
 from .resident import Resident
+from .segments import MOST_PASSED
 
 if TYPE_CHECKING:
     from .cuda import CudaEngine
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _SENTINEL = 0xA5
 
 
-def self_test(engine: CudaEngine, config: LaunchConfig, *, direct: bool) -> None:
+def self_test(engine: CudaEngine, config: LaunchConfig, *, direct: bool = False) -> None:
     """Pack runs, odd bytes and strided rows through one configuration; gaps between columns must stay as they were.
 
     Loads what the driver loads when it is first used: the upload of descriptors, the kernel, and the copy to the host
@@ -32,22 +33,34 @@ def self_test(engine: CudaEngine, config: LaunchConfig, *, direct: bool) -> None
     RuntimeError
         The bytes are wrong. Whatever a compiler or a driver raises comes as it is.
     """
-    base = torch.arange(1 << 15, device=engine.runtime.device, dtype=torch.int32).view(torch.uint8)
-    leaves = [
+    leaves = _leaves(engine.runtime.device)
+    _test(engine, config, leaves, direct=direct)
+    if not direct:  # whose kernel is the same
+        _test(engine, config, leaves * MOST_PASSED)  # so many that their addresses need a table
+
+
+def self_test_of_runs(engine: CudaEngine, config: LaunchConfig) -> None:
+    """The same of the kernel that is told of a few runs, some of them several times over."""
+    _test(engine, config, _leaves(engine.runtime.device)[:2], copies=3)
+
+
+def _leaves(device: torch.device) -> list[Tensor]:
+    """Two runs, one of them at an odd address; then rows that stand apart, odd and aligned."""
+    base = torch.arange(1 << 15, device=device, dtype=torch.int32).view(torch.uint8)
+    return [
         base[:99999],
         base[7:4000],
         base[1:].view(-1)[: 64 * 1000].view(64, 1000)[:, :333],
         base.view(-1, 512)[:, :64],
     ]
-    _test(engine, config, leaves, direct=direct)
-    if not direct:  # whose kernel is the same
-        _test(engine, config, leaves * MOST_PASSED, direct=False)  # so many that their addresses need a table
 
 
-def _test(engine: CudaEngine, config: LaunchConfig, leaves: list[Tensor], *, direct: bool) -> None:
+def _test(
+    engine: CudaEngine, config: LaunchConfig, leaves: list[Tensor], *, direct: bool = False, copies: int = 1
+) -> None:
     runtime, launcher = engine.runtime, engine.launcher
     assert launcher is not None
-    plan = make_plan(leaves, [ColumnSpec.whole(i, leaf) for i, leaf in enumerate(leaves)])
+    plan = make_plan(leaves, [ColumnSpec.whole(i, leaf, copies) for i, leaf in enumerate(leaves)])
     expected = torch.full((plan.device_bytes,), _SENTINEL, dtype=torch.uint8, device=runtime.device)
     packed = expected.clone()
     gather_torch(plan, leaves, expected)
@@ -59,7 +72,8 @@ def _test(engine: CudaEngine, config: LaunchConfig, leaves: list[Tensor], *, dir
     flight = Flight(Events.make(runtime.make_event))
     addresses = addresses_of(plan, leaves)
     try:
-        engine.upload(resident, addresses, stream, flight)
+        if resident.known is not None:
+            engine.upload(resident, addresses, stream, flight)
         if host is None:
             resident.launch(packed.data_ptr(), stream, addresses)
             runtime.synchronize_current()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .flight import Flight
     from .gather import OpaqueCopy
     from .late import LateCopy
+    from .overflow import Overflow
     from .pool import HostSlab
 
 # torch's stubs know these two only in the form that fills given tensors.
@@ -56,7 +57,19 @@ class Snapshot:
     use by a copy are not touched before the copy is over.
     """
 
-    __slots__ = ("_copies_pieces", "_crowded", "_flight", "_landed", "_lease", "_opaque", "_plan", "_rest", "_slab")
+    __slots__ = (
+        "_copies_pieces",
+        "_crowded",
+        "_flight",
+        "_landed",
+        "_lease",
+        "_opaque",
+        "_overflow",
+        "_plan",
+        "_released",
+        "_rest",
+        "_slab",
+    )
 
     def __init__(
         self,
@@ -65,6 +78,7 @@ class Snapshot:
         flight: Flight | None = None,
         slab: HostSlab | None = None,
         rest: Rest | None = None,
+        overflow: Overflow | None = None,
     ) -> None:
         # One is made per step, on the decode thread: no lock and no dict unless there is something left to fetch.
         self._plan = plan
@@ -72,9 +86,10 @@ class Snapshot:
         self._flight = flight
         self._slab = slab
         self._rest = rest
+        self._overflow = overflow  # where the bytes go from a slab that is crowded; None once that is decided
         self._opaque: Mapping[int, Tensor] = _NOTHING  # leaves that were moved as objects, once they are on the host
         self._landed = flight is None and rest is None
-        self._crowded = self._copies_pieces = False
+        self._crowded = self._copies_pieces = self._released = False
 
     @property
     def plan(self) -> Plan:
@@ -103,8 +118,9 @@ class Snapshot:
         rest = self._rest
         if rest is not None:
             self._fetch(rest)
-        if self._slab is not None:
-            self._crowded = self._slab.crowded()
+        slab = self._slab
+        if slab is not None:
+            self._crowded = slab.crowded()
         self._landed = True
 
     def _fetch(self, rest: Rest) -> None:
@@ -136,11 +152,9 @@ class Snapshot:
             The snapshot was released before.
         """
         self.wait()
+        self._check_held()
         column = self._plan.columns[index]
-        if column.opaque is not None:
-            self._bytes()  # or the snapshot was released
-            return self._opaque[column.opaque]
-        return self._view(column)
+        return self._view(column) if column.opaque is None else self._opaque[column.opaque]
 
     def ahead(self, index: int) -> Fetched | None:
         """One column as a tensor, before its bytes have landed: for those who have an event of their own to wait for.
@@ -154,15 +168,17 @@ class Snapshot:
         -------
         Fetched or None
             The tensor that `column` would return, and the event that tells when it may be read. None where there is
-            no such event or no such memory yet: of late packs, opaque leaves and empty columns.
+            no such event or no such memory: of late packs, opaque leaves and empty columns, and of snapshots that were
+            waited for, whose columns may be read.
 
         Raises
         ------
         ClosedError
             The snapshot was released before.
         """
+        self._check_held()
         column, flight = self._plan.columns[index], self._flight
-        if flight is None or self._slab is None or column.opaque is not None or not column.nbytes:
+        if self._landed or flight is None or self._slab is None or column.opaque is not None or not column.nbytes:
             return None
         return Fetched(self._view(column), flight.landed)
 
@@ -219,9 +235,12 @@ class Snapshot:
             The snapshot was released before.
         """
         self.wait()
+        self._check_held()
         column = self._plan.columns[index]
+        if column.opaque is not None or not column.nbytes:
+            return list(self.split(index))
         lease = self._bytes()
-        if column.opaque is not None or not column.nbytes or self._copies_pieces:
+        if self._copies_pieces:
             return list(self.split(index))
         dtype, row_shape = column.dtype, column.shape[1:]
         row_items = column.nbytes // column.dtype.itemsize // column.shape[0]
@@ -241,30 +260,39 @@ class Snapshot:
         """Give up the snapshot's own hold on its slab; views that exist stay valid and keep it."""
         rest = self._rest
         with nullcontext() if rest is None else rest.lock:
-            self._lease = self._rest = None
+            self._released = True
+            self._lease = self._rest = self._slab = self._overflow = None
             self._opaque = _NOTHING
             self._landed = True
 
     def _view(self, column: Column) -> Tensor:
-        lease = self._bytes()
         if not column.nbytes:
             return torch.empty(column.shape, dtype=column.dtype, device="cpu")
         count = column.nbytes // column.dtype.itemsize
-        flat = torch.frombuffer(lease, dtype=column.dtype, count=count, offset=column.offset_bytes)
+        flat = torch.frombuffer(self._bytes(), dtype=column.dtype, count=count, offset=column.offset_bytes)
         return flat.view(column.shape)
 
     def _bytes(self) -> memoryview:
-        lease = self._lease
+        """The bytes, moved out of a crowded slab when they are first asked for."""
+        lease, overflow = self._lease, self._overflow
         if lease is None:
-            raise ClosedError("this snapshot was released; read its columns before calling release()")
-        slab = self._slab
-        if slab is None or not self._crowded:
+            raise _released()
+        if overflow is None or not self._crowded:
             return lease
-        moved = slab.move_out(lease)
-        self._slab = None  # decided; two threads may both get here, each with a copy that is as good as the other
+        moved = overflow.take_over(lease)
+        self._copies_pieces = moved is None
+        self._overflow = None  # decided; of two threads that get here each has bytes that are as good as the other's
         if moved is None:
-            self._copies_pieces = True
             return lease
-        if self._lease is not None:  # it was released meanwhile
-            self._lease = moved
+        self._lease = moved
+        if self._released:  # meanwhile
+            self._lease = None
         return moved
+
+    def _check_held(self) -> None:
+        if self._released:
+            raise _released()
+
+
+def _released() -> ClosedError:
+    return ClosedError("this snapshot was released; read its columns before calling release()")

@@ -186,7 +186,7 @@ def most_frequent(workloads: Sequence[Workload], per_class: int) -> list[Workloa
     groups: defaultdict[str, list[Workload]] = defaultdict(list)
     for workload in workloads:
         if workload.device_bytes:
-            groups[size_class(workload.device_bytes, len(workload.plan.segments)).name].append(workload)
+            groups[size_class(workload.device_bytes, workload.plan.num_segments).name].append(workload)
     return [workload for group in groups.values() for workload in group[:per_class]]
 
 

@@ -41,5 +41,22 @@ def test_a_configuration_gathers_the_same_bytes_as_torch(cuda_device: torch.devi
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(c, marks=pytest.mark.sanitizer if c in DEFAULT_CONFIGS else (), id=str(c)) for c in CONFIGS],
+)
+def test_a_configuration_gathers_a_few_runs_too(cuda_device: torch.device, config: LaunchConfig) -> None:
+    base = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device="cuda")
+    leaves = [base[offset : offset + length] for offset, length in ((0, 70_001), (1, 4097), (3, 17), (4, 33), (8, 1))]
+    copies = (1, 3, 5, 7, 64)
+    columns = [ColumnSpec.whole(i, leaf, n) for i, (leaf, n) in enumerate(zip(leaves, copies, strict=True))]
+    plan = make_plan(leaves, columns)
+    assert plan.passed_runs is not None
+    expected, found = (poisoned(plan.device_bytes + 64, cuda_device) for _ in range(2))
+    gather_torch(plan, leaves, expected)
+    gather_triton(plan, leaves, found, config)
+    assert torch.equal(found, expected)
+
+
 def test_what_was_tuned_for_this_gpu_is_among_them(cuda_device: torch.device) -> None:
     assert set(load_configs(torch.cuda.get_device_name(cuda_device)).configs) <= set(CONFIGS)

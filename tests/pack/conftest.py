@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spanpack import gather
+from spanpack import segments
 from spanpack.gather import interpreted, triton_available
 from tests.support.rig import Rig
 
@@ -22,8 +22,13 @@ def kernel_device() -> str:
     return "cpu"
 
 
-@pytest.fixture(params=[gather.MOST_PASSED, 0], ids=["addresses passed", "addresses stored"])
+@pytest.fixture(params=["runs passed", "addresses passed", "all stored"])
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
-    """Both ways for the leaves' addresses to get to the kernel, whatever the number of leaves."""
-    monkeypatch.setattr(gather, "MOST_PASSED", request.param)
-    return Rig()
+    """Each way for what is to be copied to get to the kernel, however little it is."""
+    rig = Rig()
+    rig.way = request.param
+    if request.param == "addresses passed":
+        rig.engine.passes_runs = False
+    elif request.param == "all stored":
+        monkeypatch.setattr(segments, "MOST_PASSED", 0)
+    return rig

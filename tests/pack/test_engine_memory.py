@@ -17,7 +17,7 @@ from spanpack import ClosedError, ColumnSpec, Snapshot, make_plan, pool
 from spanpack.late import MOST_WAITING
 from tests.support.compare import assert_same
 from tests.support.fake_device import SIDE
-from tests.support.rig import ROWS, WIDTH, Rig, numbers, rows, whole
+from tests.support.rig import ROWS, WIDTH, Rig, numbers, rows, whole, with_descriptors
 
 
 def test_a_dropped_snapshot_keeps_its_slab_until_the_copy_is_over(rig: Rig) -> None:
@@ -143,9 +143,10 @@ def test_past_the_budget_the_bytes_come_in_pageable_memory(caplog: pytest.LogCap
         assert torch.equal(snapshot.column(0), leaf)
     assert rig.fallbacks.counts()["pinned memory"] >= 4
     assert sum("pageable" in record.message for record in caplog.records) == 1
-    assert rig.pool.pinned_bytes <= 1 << 16
+    assert rig.pool.held_bytes <= 1 << 16
 
 
+@with_descriptors
 def test_out_of_device_memory_copies_leaf_by_leaf(rig: Rig) -> None:
     rig.device.refuse_memory = True
     leaf = numbers(4)
@@ -189,6 +190,7 @@ def test_refused_pinned_memory_means_pageable_memory_and_one_warning(
     ]
 
 
+@with_descriptors
 def test_a_pageable_snapshot_can_be_dropped_before_its_kernel_ran(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rig.pool, "acquire", lambda nbytes: None)
     rig.device.block(2)
@@ -225,6 +227,7 @@ def test_a_slab_whose_copy_is_under_way_is_neither_written_nor_freed(rig: Rig) -
     assert rig.device.host_waits == waits + 1
 
 
+@with_descriptors
 def test_dropped_without_being_closed_memory_outlives_the_copies_that_use_it(rig: Rig) -> None:
     device = rig.device
     device.block(1)
@@ -398,4 +401,4 @@ def test_closing_waits_for_copies_and_views_outlive_it(rig: Rig) -> None:
     assert_same(flying.column(0), numbers(3))
     del view, flying
     gc.collect()
-    assert (rig.pool.in_use, rig.pool.pinned_bytes, len(rig.engine.residents)) == (0, 0, 0)
+    assert (rig.pool.in_use, rig.pool.held_bytes, len(rig.engine.residents)) == (0, 0, 0)

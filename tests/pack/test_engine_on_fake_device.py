@@ -12,7 +12,7 @@ from spanpack.config import ConfigTable
 from tests.support import fake_device
 from tests.support.compare import assert_same
 from tests.support.fake_device import SIDE
-from tests.support.rig import Rig, numbers, rows, whole
+from tests.support.rig import Rig, numbers, rows, whole, with_descriptors
 
 
 def test_one_launch_one_copy_and_the_host_never_waits(rig: Rig) -> None:
@@ -20,7 +20,8 @@ def test_one_launch_one_copy_and_the_host_never_waits(rig: Rig) -> None:
     plan = whole(leaf)
     for _ in range(5):
         rig.pack(leaf, plan)
-    assert (rig.device.launches, rig.device.copies, rig.device.uploads) == (5, 5, 1)
+    assert (rig.device.launches, rig.device.copies) == (5, 5)
+    assert rig.device.uploads == (rig.way != "runs passed")  # of tiles, once
     assert rig.device.host_waits == 0
 
 
@@ -80,7 +81,8 @@ def test_addresses_that_change_every_step_reach_the_device_in_order(rig: Rig) ->
     rig.device.unblock(rig.device.stream)
     for leaf, snapshot in zip(leaves, snapshots, strict=True):
         assert torch.equal(snapshot.column(0), leaf)
-    assert rig.device.uploads == (1 if gather.MOST_PASSED else len(leaves))
+    expected = {"runs passed": 0, "addresses passed": 1, "all stored": len(leaves)}
+    assert rig.device.uploads == expected[rig.way]
 
 
 def test_a_column_ahead_of_its_landing_holds_the_slab_and_has_the_event_to_wait_for(rig: Rig) -> None:
@@ -122,6 +124,7 @@ def test_views_asked_for_before_landing_wait(rig: Rig) -> None:
     assert rig.device.host_waits == 1  # landed once, never asked again
 
 
+@with_descriptors
 def test_one_plan_on_two_streams_orders_its_descriptors(rig: Rig) -> None:
     leaves = [numbers(1), numbers(2)]
     plan = whole(leaves[0])
@@ -203,6 +206,7 @@ def test_strided_leaves_are_made_contiguous_first_and_counted(rig: Rig, monkeypa
     assert (rig.device.launches, rig.device.copies) == (1, 1)
 
 
+@with_descriptors
 def test_after_an_upload_that_fails_the_descriptors_are_sent_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("simulated")
@@ -256,6 +260,7 @@ def test_a_launch_that_fails_leaves_the_slab_to_the_copy_that_reads_it() -> None
         assert_same(snapshot.column(0), numbers(step))
 
 
+@with_descriptors
 def test_after_an_interrupt_from_the_keyboard_the_descriptors_are_sent_again(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,7 +306,7 @@ class TestWarmingUp:
         rig = Rig(configs=self.CONFIGS)
         rig.engine.warmup()
         assert rig.launcher.configs == set(self.CONFIGS.configs)
-        assert rig.device.copies == 2 * len(self.CONFIGS.configs)  # with addresses passed, and with a table of them
+        assert rig.device.copies == 3 * len(self.CONFIGS.configs)  # one for each way to tell the kernel what to copy
         assert rig.device.launches == rig.device.copies + 1
         assert (rig.engine.launches, rig.engine.copies, rig.pool.in_use) == (0, 0, 0)
         assert rig.fallbacks.counts() == {}
@@ -336,7 +341,7 @@ class TestWarmingUp:
         rig = Rig(budget_bytes=0, configs=self.CONFIGS)
         rig.engine.warmup()
         assert rig.fallbacks.counts() == {}
-        assert rig.device.launches == 2 * len(self.CONFIGS.configs)
+        assert rig.device.launches == 3 * len(self.CONFIGS.configs)
         monkeypatch.setattr(fake_device, "_gather", lambda *_: None)
         rig.engine.warmup()
         assert rig.fallbacks.counts() == {"triton failed": 1}

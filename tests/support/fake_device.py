@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 
 from spanpack.config import LaunchConfig
 from spanpack.gather import Launch
+from spanpack.segments import PassedRun
 from tests.support.compare import POISON
 
 SIDE = 7  # handle of the copy stream
@@ -203,6 +204,7 @@ class FakeLauncher:
         self._device = device
         self.configs: set[LaunchConfig] = set()
         self.fail: Exception | None = None
+        self._tables: list[np.ndarray[Any, np.dtype[np.int64]]] = []  # bound launches read them
 
     def bind(self, config: LaunchConfig, num_tiles: int, tiles: int, table: int | None) -> Launch:
         self.configs.add(config)
@@ -220,6 +222,25 @@ class FakeLauncher:
             self._device.enqueue(gather, stream)
             self._device.launches += 1
 
+        return launch
+
+    def bind_runs(self, config: LaunchConfig, runs: Sequence[PassedRun]) -> Launch:
+        tiles = [
+            (
+                run.leaf,
+                run.source + done,
+                run.destination + copy * run.nbytes + done,
+                min(config.tile_bytes, run.nbytes - done),
+                0,
+                0,
+            )
+            for run in runs
+            for copy in range(run.copies)
+            for done in range(0, run.nbytes, config.tile_bytes)
+        ]
+        table = np.array(tiles, dtype=np.int64)
+        launch = self.bind(config, len(tiles), table.ctypes.data, None)
+        self._tables.append(table)
         return launch
 
 

@@ -89,10 +89,10 @@ DIRECT_STORE = ConfigTable(direct_store_bytes=1 << 20)  # more than the tests pa
 
 def kernels_compiled(packer: Packer) -> int:
     """Kernel variants that exist in this process: the packer's own and all of Triton's for the gather."""
-    from spanpack._kernels import gather_tiles
+    from spanpack._kernels import gather_runs, gather_tiles
 
     engine = packer._engine
     assert engine is not None
     own = len(engine.launcher._compiled) if engine.launcher is not None else 0
-    caches: Any = gather_tiles.device_caches  # device -> (kernels by key, ...)
-    return own + sum(len(cache[0]) for cache in caches.values())
+    caches: list[Any] = [gather_runs.device_caches, gather_tiles.device_caches]  # device -> (kernels by key, ...)
+    return own + sum(len(cache[0]) for of_kernel in caches for cache in of_kernel.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from spanpack import ColumnSpec, Plan, Snapshot, make_plan
@@ -17,7 +18,12 @@ ROWS, WIDTH = 6, 40
 
 
 class Rig:
-    """An engine, and the parts of it that tests look at."""
+    """An engine, and the parts of it that tests look at.
+
+    `way`: how the kernel is told what to copy, where a test asks for one.
+    """
+
+    way = "runs passed"
 
     def __init__(
         self,
@@ -29,9 +35,16 @@ class Rig:
         self.device = FakeDevice()
         self.launcher = FakeLauncher(self.device)
         self.overflow = Overflow(overflow_bytes)
-        self.pool = HostPool(budget_bytes, slabs_per_class, pin=False, overflow=self.overflow)
+        self.pool = HostPool(budget_bytes, slabs_per_class, pin=False)
         self.fallbacks = Fallbacks()
-        self.engine = CudaEngine(self.device, self.pool, self.fallbacks, self.launcher, configs)  # type: ignore[arg-type]
+        self.engine = CudaEngine(
+            self.device,  # type: ignore[arg-type]
+            self.pool,
+            self.fallbacks,
+            self.launcher,  # type: ignore[arg-type]
+            configs,
+            self.overflow,
+        )
 
     def pack(self, leaf: torch.Tensor, plan: Plan | None = None, stream: int = 1) -> Snapshot:
         """Pack one leaf on a stream; the host does not wait."""
@@ -50,3 +63,7 @@ def rows(leaf: torch.Tensor, starts: list[int], counts: list[int]) -> Plan:
 def numbers(seed: int) -> torch.Tensor:
     """``[ROWS, WIDTH] int32``, different for every seed."""
     return torch.arange(ROWS * WIDTH, dtype=torch.int32).reshape(ROWS, WIDTH) + 1000 * seed
+
+
+# For tests of descriptors that are on the device: a few runs need none.
+with_descriptors = pytest.mark.parametrize("rig", ["addresses passed", "all stored"], indirect=True)

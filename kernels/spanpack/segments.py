@@ -1,0 +1,122 @@
+"""Parts of columns, and what the gather is told of them: a table of segments, or a few runs among its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .columns import Int64Array, PieceFacts
+from .tiles import DESTINATION, LEAF, LENGTH, ROW_BYTES, ROW_STRIDE, SOURCE
+
+MOST_PASSED = 8  # runs, or leaves' addresses, that the kernel takes as arguments
+
+
+class Part(NamedTuple):
+    """Pieces of a column that the gather fills.
+
+    Attributes
+    ----------
+    leaf
+        The one that they are taken from; the first, where their runs name several.
+    facts
+        What the pieces are.
+    row_bytes, row_stride
+        Of that leaf, and of those like it.
+    offset_bytes
+        Where they go in the slab, one behind the other.
+    """
+
+    leaf: int
+    facts: PieceFacts
+    row_bytes: int
+    row_stride: int | Int64Array  # [num_runs] where the runs name several leaves
+    offset_bytes: int
+
+
+class PassedRun(NamedTuple):
+    """Bytes of a leaf that go into the slab, once or several times, one behind the other.
+
+    Attributes
+    ----------
+    leaf
+        Its index.
+    source
+        First byte in the leaf.
+    destination
+        First byte in the slab.
+    nbytes
+        Of one copy.
+    copies
+        How often.
+    """
+
+    leaf: int
+    source: int
+    destination: int
+    nbytes: int
+    copies: int
+
+
+def count_segments(parts: Sequence[Part]) -> int:
+    """How many segments the table has."""
+    return sum([len(part.facts.runs.starts) for part in parts])
+
+
+def make_segments(parts: Sequence[Part]) -> Int64Array:
+    """The table of segments, see `Plan.segments`; of all parts together, since a NumPy call costs the same for one."""
+    if not parts:
+        return np.zeros((0, 6), dtype=np.int64)
+    counts = [len(part.facts.runs.starts) for part in parts]
+    per_part = []
+    bytes_before = 0
+    for part in parts:
+        per_part.append((part.leaf, part.row_bytes, part.offset_bytes - bytes_before))
+        bytes_before += part.facts.total_rows * part.row_bytes
+    leaf, row_bytes, shift = np.array(per_part, dtype=np.int64).T.repeat(counts, axis=1)
+    row_stride = np.empty(len(leaf), dtype=np.int64)
+    first = 0
+    for part, count in zip(parts, counts, strict=True):
+        row_stride[first : first + count] = part.row_stride
+        if part.facts.runs.leaves is not None:
+            leaf[first : first + count] = part.facts.runs.leaves
+        first += count
+    rows = np.concatenate([part.facts.runs.rows for part in parts])
+    length = rows * row_bytes
+    table = np.zeros((len(leaf), 6), dtype=np.int64)
+    table[:, LEAF] = leaf
+    table[:, SOURCE] = np.concatenate([part.facts.runs.starts for part in parts]) * row_stride
+    table[:, DESTINATION] = length.cumsum() - length + shift
+    table[:, LENGTH] = length
+    strided = row_stride != row_bytes
+    if strided.any():
+        strided &= rows != 1
+        table[:, ROW_BYTES] = row_bytes * strided
+        table[:, ROW_STRIDE] = row_stride * strided
+    return table
+
+
+def passed_runs(parts: Sequence[Part]) -> tuple[PassedRun, ...] | None:
+    """The same as runs that fit among the kernel's arguments; None where they are too many, or rows stand apart.
+
+    Most steps have a few: all spans of a step are one run in each leaf, and what every consumer gets a copy of is one.
+    """
+    found: list[PassedRun] = []
+    for part in parts:
+        leaves, starts, rows = part.facts.runs
+        copies = part.facts.copies if len(starts) else 1
+        count = len(starts) if copies == 1 else 1
+        if count + len(found) > MOST_PASSED:
+            return None
+        destination = part.offset_bytes
+        for place in range(count):
+            length = int(rows[place])
+            stride = part.row_stride if isinstance(part.row_stride, int) else int(part.row_stride[place])
+            if stride != part.row_bytes and length != 1:
+                return None
+            leaf = part.leaf if leaves is None else int(leaves[place])
+            nbytes = length * part.row_bytes
+            found.append(PassedRun(leaf, int(starts[place]) * stride, destination, nbytes, copies))
+            destination += nbytes
+    return tuple(sorted(found))  # so that mostly the first is of leaf 0, and so on
