@@ -2,7 +2,7 @@
 
 What is done stays the engine's: its own `get_output` joins the builder thread, raises what the builder raised and
 finishes the tokens. Who builds (a thread that stays), what a second `get_output` does (the same again) and how the
-sampled tokens are copied (see `token_copy`; where it can't, vLLM's base class does) are ours.
+sampled tokens get to the host (see `sampled_tokens`; where it can't, vLLM's base class does it) are ours.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from omni_runner.builder_thread import BuilderThread
 from omni_runner.errors import BuilderThreadClosed
-from omni_runner.token_copy import TokenCopy, stores_as_known
+from omni_runner.sampled_tokens import SampledTokens, stores_as_known
 
 if TYPE_CHECKING:
     from omni_runner.compat import Upstream
@@ -31,7 +31,7 @@ class PackedAsyncOutputMixin(_EngineOutput):
     """
 
     builder_thread: ClassVar[BuilderThread | None]
-    _token_copy: ClassVar[TokenCopy | None]
+    _sampled_tokens: ClassVar[SampledTokens | None]
     _engine_output_cls: ClassVar[type[Any]]  # vllm-omni's class, whose base is vLLM's
 
     # Defaults for objects made without __init__, which share the lock.
@@ -47,7 +47,7 @@ class PackedAsyncOutputMixin(_EngineOutput):
         if self.builder_thread is None:
             super().__init__(model_runner_output_builder=model_runner_output_builder, cuda_device=cuda_device, **kwargs)
             return
-        fields = None if self._token_copy is None else self._token_copy.fields(kwargs)
+        fields = None if self._sampled_tokens is None else self._sampled_tokens.fields(kwargs)
         if fields is not None:
             self.__dict__.update(fields)
         else:  # past vllm-omni's __init__, which starts a thread, to vLLM's: the same copies on the same stream
@@ -82,7 +82,9 @@ class PackedAsyncOutputMixin(_EngineOutput):
 
 
 def make_async_output_cls(
-    engine_output_cls: type[Any], builder_thread: BuilderThread | None = None, token_copy: TokenCopy | None = None
+    engine_output_cls: type[Any],
+    builder_thread: BuilderThread | None = None,
+    sampled_tokens: SampledTokens | None = None,
 ) -> type[Any]:
     """Derive `PackedAsyncOutput` from the engine's class.
 
@@ -93,13 +95,13 @@ def make_async_output_cls(
     builder_thread : BuilderThread, optional
         Builds the outputs of this class, in order: one thread and one class for each runner. Without it each output
         starts a thread of its own, as the engine's do.
-    token_copy : TokenCopy, optional
-        Copies the sampled tokens, if vLLM's class is as it is known. Without it vLLM's class does.
+    sampled_tokens : SampledTokens, optional
+        Brings the sampled tokens to the host, if vLLM's class is as it is known. Without it vLLM's class does.
     """
     vllm_output_cls = engine_output_cls.__mro__[1]
     namespace = {
         "builder_thread": builder_thread,
-        "_token_copy": token_copy if stores_as_known(vllm_output_cls) else None,
+        "_sampled_tokens": sampled_tokens if stores_as_known(vllm_output_cls) else None,
         "_engine_output_cls": engine_output_cls,
         "__module__": __name__,
         "__doc__": PackedAsyncOutputMixin.__doc__,

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
+from torch import Tensor
+
 from omni_runner.errors import UpstreamMismatch, UpstreamMissing
 from omni_runner.upstream_names import (
     ATTRIBUTES,
@@ -133,6 +135,18 @@ class Upstream:
             downstream_req_ids=downstream_req_ids,
             multimodal_outputs=multimodal_outputs,
         )
+
+    def sampled_tokens(self, runner: Any) -> Tensor | None:
+        """The tokens on the device that the step's output will be made with, if nobody wants them before its payload.
+
+        None where that can't be told, and where the next step's sampling waits for them on the host.
+        """
+        try:
+            batch = runner.input_batch
+            tokens, awaited = batch.prev_sampled_token_ids, batch.sampling_metadata.output_token_ids
+        except AttributeError:
+            return None
+        return tokens if type(tokens) is Tensor and not awaited else None
 
     def partitions_channels(self, runner: Any) -> bool:
         """Whether inter-stage and client payloads differ; otherwise both channels carry the same."""

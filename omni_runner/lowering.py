@@ -24,6 +24,7 @@ from omni_runner.step_columns import Pieces, StepColumns, make_pieces, whole_cop
 from spanpack.leaf_table import LeafKind, LeafLooks, LeafTables
 from spanpack.plan import Route
 from spanpack.planner import plan_columns
+from spanpack.segments import MOST_PASSED
 from spanpack.tree import TreeSpec
 
 if TYPE_CHECKING:
@@ -35,10 +36,9 @@ HIDDEN_KEY = "hidden"  # under which the engine puts a stage's own hidden rows
 # together with its storage, which is torch's default, drags the whole column along.
 SHARED_COLUMN_BYTES = 1 << 20
 
-# Tokens are packed along with payloads up to this size, which take 0.3 ms over a PCIe 5 link. The engine waits for the
-# payload before it looks at a step's tokens, but for penalties the next step's sampling wants them as well.
-WITH_TOKENS_BYTES = 1 << 24
+WITH_TOKENS_BYTES = 1 << 24  # of the largest payload that tokens are packed along with; 0.3 ms over a PCIe 5 link
 
+_GATHERED = (Route.KERNEL, Route.STAGED)
 _TABLES = 4  # sets of dtypes, widths, strides and devices that are kept for one structure
 
 
@@ -116,12 +116,15 @@ class Lowering:
     plan
         None where no tensor has to be packed.
     tokens
-        The plan's last column, if it is no part of the payload: the step's sampled tokens.
+        Index of the column with the step's sampled tokens, always the last; None where they are not packed.
+    refuses_tokens
+        Whether that is because tokens don't suit payloads like this one, whatever their size.
     """
 
     recipes: tuple[KeyRecipe, ...]
     plan: spanpack.Plan | None
     tokens: int | None = None
+    refuses_tokens: bool = False
 
     @property
     def payload_columns(self) -> int:
@@ -186,8 +189,8 @@ class Lowerer:
         has_hidden
             Whether the stage's own hidden rows are among them; some models leave them out of their payloads.
         has_tokens
-            Whether the step's sampled tokens are, behind all others. They are packed along where there is a payload to
-            pack.
+            Whether the step's sampled tokens are, behind all others. They are packed along with a payload on the same
+            device of up to `WITH_TOKENS_BYTES`, as long as they make no table of addresses necessary.
 
         Raises
         ------
@@ -269,19 +272,21 @@ class _StepLowerer:
     def lower(self) -> Lowering:
         recipes = tuple(self._recipes())
         columns = self.columns.specs
-        if not columns:
-            return Lowering(recipes, None)
-        tokens = self._tokens()
-        return Lowering(recipes, plan_columns(self.looks, columns), tokens)
+        leaf, tokens = self.structure.tokens, None
+        if leaf is not None:
+            if not self._suits_tokens(leaf):
+                return Lowering(recipes, None, refuses_tokens=True)
+            if self.columns.nbytes <= WITH_TOKENS_BYTES:
+                tokens = self.columns.add_apart(leaf, whole_copies(self.looks.row_counts[leaf], 1))
+        return Lowering(recipes, plan_columns(self.looks, columns) if columns else None, tokens)
 
-    def _tokens(self) -> int | None:
-        """The column of the sampled tokens, if they can be gathered like the rest."""
-        leaf = self.structure.tokens
-        if leaf is None or self.columns.nbytes > WITH_TOKENS_BYTES:
-            return None
-        if self.looks.table.routes[leaf] is not Route.KERNEL or self.looks.table.kinds[leaf].scalar:
-            return None
-        return self.columns.add_apart(leaf, whole_copies(self.looks.row_counts[leaf], 1))
+    def _suits_tokens(self, leaf: int) -> bool:
+        """Whether the sampled tokens are gathered like the payload, and without it costing more."""
+        kinds, routes = self.looks.table.kinds, self.looks.table.routes
+        if routes[leaf] is not Route.KERNEL or kinds[leaf].scalar or len(routes) > MOST_PASSED:
+            return False
+        first = [specs[0].first_leaf for specs in self.columns.specs]
+        return any(routes[i] in _GATHERED and kinds[i].device == kinds[leaf].device for i in first)
 
     def _recipes(self) -> Iterator[KeyRecipe]:
         step, hidden = self.step, self.structure.hidden

@@ -16,10 +16,10 @@ from omni_runner.builder import ChannelBuilder, ChannelRules
 from omni_runner.builder_thread import BuilderThread
 from omni_runner.compat import check_runner
 from omni_runner.packing import PackedStep, PackedTree, StepPacker
+from omni_runner.sampled_tokens import SampledTokens
 from omni_runner.settings import Settings
 from omni_runner.stats import RunnerStats, StepCounters
 from omni_runner.step import NotCovered, StepContext, StepReader
-from omni_runner.token_copy import TokenCopy
 from omni_runner.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -104,9 +104,9 @@ class PackedPath:
         self.upstream = upstream
         self.counters = StepCounters()
         self.builder_thread = BuilderThread()
-        self._token_copy = TokenCopy()
-        self.output_cls = make_async_output_cls(upstream.async_output_cls, self.builder_thread, self._token_copy)
-        self._takes_tokens = self.output_cls._token_copy is not None
+        self._sampled_tokens = SampledTokens()
+        self.output_cls = make_async_output_cls(upstream.async_output_cls, self.builder_thread, self._sampled_tokens)
+        self._packs_tokens = self.output_cls._sampled_tokens is not None
         self.pending: PendingStep | None = None
         self._reader = StepReader(upstream)
         self._packer: spanpack.Packer | None = None
@@ -115,10 +115,10 @@ class PackedPath:
         self._recorder: StepRecorder | None = None
         self._steps_seen = 0
 
-    def begin_step(self) -> None:
-        """Forget what is left of a step that failed halfway, if any."""
+    def forget_step(self) -> None:
+        """Drop what is known of the step that is over, also where it failed halfway."""
         self.pending = None
-        self._token_copy.forget()
+        self._sampled_tokens.forget()
 
     def take_pending(self, hidden_states: Tensor, multimodal_outputs: Any) -> PendingStep | None:
         """Return the metadata of the step that these tensors belong to; it is handed out once."""
@@ -170,7 +170,9 @@ class PackedPath:
                 self._record(step, hidden_states, multimodal_outputs, others, include_hidden)
             if step.consumers:
                 _check_covered(runner, pending)
-            tokens = self._sampled_tokens(runner)
+            tokens = (
+                self.upstream.sampled_tokens(runner) if self._packs_tokens and self._sampled_tokens.wanted else None
+            )
             packed = steps.pack(
                 step,
                 hidden_states=hidden_states if include_hidden else None,
@@ -178,7 +180,7 @@ class PackedPath:
                 tokens=tokens,
             )
             if tokens is not None:
-                self._token_copy.expect(tokens, packed)
+                self._sampled_tokens.expect(tokens, packed)
             (self.counters.count_columns if step.consumers else self.counters.count_empty)()
             return PackedSnapshot(_NO_ROWS, packed, DeferredWait(packed))
         except NotCovered as reason:
@@ -220,7 +222,7 @@ class PackedPath:
     def stats(self) -> RunnerStats:
         """Return the counters as they are now."""
         pack = self._packer.stats() if self._packer is not None else None
-        return self.counters.read(pack, self._token_copy.packed, self._token_copy.copied)
+        return self.counters.read(pack, self._sampled_tokens.packed, self._sampled_tokens.copied)
 
     def close(self) -> None:
         """Finish what is in flight, within a bound, and give the memory back. Harmless when repeated."""
@@ -233,7 +235,7 @@ class PackedPath:
                 logger.warning("omni_runner: the trace could not be written", exc_info=True)
         # A builder that still waits may wait for a device that has stopped; closing would wait for it as well.
         if finished:
-            self._token_copy.close()
+            self._sampled_tokens.close()
             if self._packer is not None:
                 self._packer.close()
 
@@ -253,13 +255,6 @@ class PackedPath:
         output.inter_stage_outputs = inter_stage_outputs
         output.multimodal_outputs = multimodal_outputs
         return output
-
-    def _sampled_tokens(self, runner: Any) -> Tensor | None:
-        """What the step's output is going to be made with, as far as can be told; None to leave it to the output."""
-        if not self._takes_tokens:
-            return None
-        tokens = getattr(getattr(runner, "input_batch", None), "prev_sampled_token_ids", None)
-        return tokens if type(tokens) is Tensor else None
 
     def _open(self, runner: Any) -> StepPacker:
         if self._steps is not None:

@@ -109,7 +109,11 @@ class StepPacker:
         self._packer = packer
         self._lowerer = Lowerer(upstream, cache_capacity)
         self._fills_channels = fills_channels
-        self._lowerings: spanpack.PlanCache[Lowering | str] = spanpack.PlanCache(cache_capacity)
+        # One for each combination of hidden rows and tokens beside the payload, which may look alike.
+        self._lowerings: list[spanpack.PlanCache[Lowering | str]] = [
+            spanpack.PlanCache(cache_capacity) for _ in range(4)
+        ]
+        self._packs_tokens = True
         self._whole_plans: spanpack.PlanCache[_Whole] = spanpack.PlanCache(cache_capacity)
 
     def pack(
@@ -140,14 +144,19 @@ class StepPacker:
         elif not isinstance(multimodal_outputs, dict):
             raise NotCovered(f"the payload is a {type(multimodal_outputs).__name__}")
         extra = () if hidden_states is None else (hidden_states,)
-        if tokens is not None:
+        lowerings = self._lowerings[len(extra)]
+        if tokens is not None and self._packs_tokens:
+            lowerings = self._lowerings[len(extra) + 2]
             extra = *extra, tokens
-        seen = self._lowerings.look(multimodal_outputs, step.key, extra)
+        seen = lowerings.look(multimodal_outputs, step.key, extra)
         lowering = seen.entry
         if lowering is None:
-            lowering = self._lower(seen, step, hidden_states is not None, tokens is not None)
+            lowering = self._lower(seen, step, hidden_states is not None, tokens is not None and self._packs_tokens)
+            if not isinstance(lowering, str) and lowering.refuses_tokens:
+                self._packs_tokens = False  # nor will later payloads of this model take them
+                return self.pack(step, hidden_states=hidden_states, multimodal_outputs=multimodal_outputs)
             plan = None if isinstance(lowering, str) else lowering.plan
-            self._lowerings.keep(seen, step.key, lowering, None if plan is None else plan.signature)
+            lowerings.keep(seen, step.key, lowering, None if plan is None else plan.signature)
         if isinstance(lowering, str):
             raise NotCovered(lowering)
         if step.is_sparse:

@@ -36,9 +36,11 @@ class PackedRunnerMixin(_EngineRunner):
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample, and hand out an output that our builder thread completes."""
         path = path_of(self)
-        path.begin_step()
-        with constructed_as(path.upstream, path.output_cls):
-            return super().sample_tokens(*args, **kwargs)
+        try:
+            with constructed_as(path.upstream, path.output_cls):
+                return super().sample_tokens(*args, **kwargs)
+        finally:
+            path.forget_step()
 
     def _maybe_run_eager_omni_postprocess_before_async_output(self, **step: Any) -> bool:
         postprocessed = super()._maybe_run_eager_omni_postprocess_before_async_output(**step)

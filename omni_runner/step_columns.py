@@ -94,5 +94,6 @@ class StepColumns:
     def add_apart(self, leaf: int, pieces: Pieces) -> int:
         """Put pieces of `leaf` into a column of their own; returns which."""
         kind = self._table.kinds[leaf]
+        self.nbytes += pieces.facts.total_rows * self._table.row_bytes[leaf]
         self.specs.append([ColumnSpec(leaf, pieces.starts, pieces.rows, kind.scalar, pieces.facts)])
         return len(self.specs) - 1

@@ -117,6 +117,10 @@ class _EngineRules:
         return consumer_ids, {}, False
 
     @staticmethod
+    def sampled_tokens(runner: Any) -> None:
+        return None
+
+    @staticmethod
     def partitions_channels(runner: Any) -> bool:
         return True
 

@@ -122,12 +122,12 @@ def gather_runs(
     tile = tl.program_id(0)
     run = (tile >= e0).to(tl.int32) + (tile >= e1) + (tile >= e2) + (tile >= e3)
     run += (tile >= e4).to(tl.int32) + (tile >= e5) + (tile >= e6)
-    length = _pick(run, n0, n1, n2, n3, n4, n5, n6, n7)
+    length = _pick(run, n0, n1, n2, n3, n4, n5, n6, n7).to(tl.int64)
     tiles_per_copy = ((length + TILE_BYTES - 1) // TILE_BYTES).to(tl.int32)
     tile -= _pick(run, 0, e0, e1, e2, e3, e4, e5, e6).to(tl.int32)
     copy = tile // tiles_per_copy
     done = (tile - copy * tiles_per_copy).to(tl.int64) * TILE_BYTES
     source = _pick(run, a0, a1, a2, a3, a4, a5, a6, a7) + done
-    destination = slab.to(tl.int64) + _pick(run, d0, d1, d2, d3, d4, d5, d6, d7) + copy * length + done
+    destination = slab.to(tl.int64) + _pick(run, d0, d1, d2, d3, d4, d5, d6, d7).to(tl.int64) + copy * length + done
     _copy_run(source, destination, tl.minimum(length - done, TILE_BYTES), TILE_BYTES)
 # fmt: on

@@ -16,6 +16,7 @@ from omni_runner.reference import SPARSE_PROTOCOL_KEYS, flatten_payload
 from omni_runner.step import NotCovered, StepContext
 from spanpack import flatten
 from spanpack.leaf_table import LeafTable
+from spanpack.segments import MOST_PASSED
 from tests.support.plans import assert_same_plan
 from tests.support.steps import step_of
 
@@ -124,10 +125,13 @@ def test_tokens_get_the_last_column_and_change_no_other() -> None:
             continue
         found = lower(lowerer, step, payload, hidden, tokens)
         assert found.recipes == alone.recipes
-        assert found.payload_columns == alone.payload_columns
+        leaves = len(flatten(payload)[0]) + (hidden is not None) + 1
+        assert found.refuses_tokens == (
+            alone.plan is None or leaves > MOST_PASSED
+        )  # nor is anything packed for them alone
         if found.plan is None or alone.plan is None:
-            assert (found.plan, found.tokens) == (alone.plan, None)  # nothing is packed for tokens alone
             continue
+        assert found.payload_columns == alone.payload_columns
         assert found.tokens == found.payload_columns == len(found.plan.columns) - 1
         assert found.plan.columns[found.tokens].shape == tokens.shape
         assert found.plan.payload_bytes == alone.plan.payload_bytes + tokens.nbytes
@@ -136,18 +140,29 @@ def test_tokens_get_the_last_column_and_change_no_other() -> None:
     assert packed > 50
 
 
-@pytest.mark.parametrize("what", ["on the host", "strided", "a large payload"])
-def test_tokens_stay_away_from(what: str) -> None:
-    rows, width = (1 << 13, 1 << 11) if what == "a large payload" else (2, 8)
-    tokens = torch.zeros(3, 2, dtype=torch.int32, device="cpu" if what == "on the host" else "meta")
-    if what == "strided":
-        tokens = torch.zeros(3, 2, 8, device="meta")[:, :, :3]
-    leaf = torch.zeros(rows, width, dtype=torch.int8, device="meta")
-    step, lowerer = step_of([rows - 1, 1]), Lowerer(UPSTREAM)
-    found = lower(lowerer, step, {"x": leaf, "y": leaf}, None, tokens)
-    assert found.tokens is None
-    assert found.plan is not None
-    assert found.payload_columns == len(found.plan.columns)
+def test_tokens_stay_away_from_large_payloads() -> None:
+    tokens = torch.zeros(3, 2, dtype=torch.int32, device="meta")
+    for rows, packed in ((1 << 13, True), ((1 << 13) + 1, False), (1 << 13, True)):
+        leaf = torch.zeros(rows, 1 << 10, dtype=torch.int8, device="meta")
+        found = lower(Lowerer(UPSTREAM), step_of([rows - 1, 1]), {"x": leaf, "y": leaf}, None, tokens)
+        assert found.plan is not None
+        assert (found.tokens is not None, found.refuses_tokens) == (packed, False)
+        assert found.payload_columns == 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "payload"),
+    [
+        (torch.zeros(3, 2), torch.zeros(2, 8, device="meta")),
+        (torch.zeros(3, 2, 8, device="meta")[:, :, :3], torch.zeros(2, 8, device="meta")),
+        (torch.tensor(1, device="meta"), torch.zeros(2, 8, device="meta")),
+        (torch.zeros(3, 2, device="meta"), torch.zeros(2, 8)),
+    ],
+    ids=["on the host", "strided", "a scalar", "a payload on the host"],
+)
+def test_tokens_that_would_not_be_gathered_like_the_payload_are_refused(tokens: Tensor, payload: Tensor) -> None:
+    found = lower(Lowerer(UPSTREAM), step_of([1, 1]), {"x": payload}, None, tokens)
+    assert (found.refuses_tokens, found.plan) == (True, None)
 
 
 def test_structures_and_looks_that_are_kept_are_bounded() -> None:

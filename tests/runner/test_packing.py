@@ -75,6 +75,29 @@ def build(
     return channels
 
 
+def test_hidden_rows_and_tokens_that_look_alike_are_told_apart(packer: StepPacker) -> None:
+    step, payload, rows = step_of([1, 1]), {"x": numbered(2)}, numbered(2)
+    with_hidden = packer.pack(step, hidden_states=rows, multimodal_outputs=payload)
+    with_tokens = packer.pack(step, hidden_states=None, multimodal_outputs=payload, tokens=rows)
+    for packed, keys, tokens in ((with_hidden, ["hidden", "x"], False), (with_tokens, ["x"], True)):
+        assert packed.lowering is not None
+        assert [recipe.key for recipe in packed.lowering.recipes] == keys
+        assert (packed.lowering.tokens is not None) == tokens
+        channel, _ = ChannelBuilder(UPSTREAM, ONE_LIST).build(packed)
+        assert [list(payload) for payload in channel or ()] == [keys, keys]
+
+
+def test_a_model_whose_payloads_refuse_tokens_is_not_asked_again(packer: StepPacker) -> None:
+    step, tokens = step_of([1, 1]), torch.zeros(2, 1)
+    many = {f"x{i}": numbered(2) for i in range(8)}
+    for payload in (many, {"x": numbered(2)}):
+        packed = packer.pack(step, hidden_states=None, multimodal_outputs=payload, tokens=tokens)
+        assert packed.lowering is not None
+        assert packed.lowering.tokens is None
+        assert packed.snapshot is not None
+        assert len(packed.snapshot.plan.use.routes) == len(payload)
+
+
 def column(channel: Any, key: str) -> list[Any]:
     return [None if payload is None else payload[key].tolist() for payload in channel]
 

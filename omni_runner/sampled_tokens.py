@@ -2,8 +2,10 @@
 
 vLLM's output object makes a stream context, an event and a pinned tensor in every step: most of what an output costs
 once its payload is packed. Its tokens are not needed before the payload, for whose builder `get_output` waits first, so
-they come along in the pack: 64 tokens more among a megabyte. Where nothing is packed, `spanpack.Fetcher` makes the copy
-that vLLM makes, on the same stream, without torch's share of its cost.
+they come along in the pack: 64 tokens more among a megabyte. They stay away from packs that they would delay or make
+dearer (see `lowering`), and where the next step's sampling wants them (penalties, some logits processors). Then, and
+where nothing is packed, `spanpack.Fetcher` makes the copy that vLLM makes, on the same stream, without torch's share of
+its cost. On the device nothing changes: the next step is fed with the very tensor.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def stores_as_known(output_cls: type[Any]) -> bool:
     return {step.argval for step in instructions if step.opname == "STORE_ATTR"} <= _FIELDS
 
 
-class TokenCopy:
+class SampledTokens:
     """Brings one runner's sampled tokens to the host. Whatever it can't do is left to the engine.
 
     Attributes
@@ -66,22 +68,25 @@ class TokenCopy:
         How often it has started a copy.
     packed
         How often the tokens were in the pack of their step.
+    wanted
+        Whether the next output is likely to take tokens from here: the last one did, and nothing has failed.
     """
 
     def __init__(self) -> None:
         self.copied = self.packed = 0
-        self._on_the_way: tuple[Tensor, PackedStep] | None = None
+        self.wanted = True
+        self._expected: tuple[Tensor, PackedStep] | None = None
         self._fetcher: spanpack.Fetcher | None = None
         self._stream: Any = None
         self._failed = False
 
     def expect(self, tokens: Tensor, step: PackedStep) -> None:
         """Have the tokens of the next output taken out of the pack of its step, if they are these very tokens."""
-        self._on_the_way = tokens, step
+        self._expected = tokens, step
 
     def forget(self) -> None:
-        """Take it back: the step of those tokens has failed."""
-        self._on_the_way = None
+        """Expect nothing: the step is over, or has failed."""
+        self._expected = None
 
     def fields(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         """What vLLM's ``__init__`` would have stored, with the copy under way; None where the engine has to do it.
@@ -91,29 +96,28 @@ class TokenCopy:
         arguments
             Of vLLM's output object.
         """
-        expected, self._on_the_way = self._on_the_way, None
-        if self._failed or not _only_tokens(arguments):
+        expected, self._expected = self._expected, None
+        self.wanted = not self._failed and _only_tokens(arguments)
+        if not self.wanted:
             return None
         tokens, stream = arguments["sampled_token_ids"], arguments["async_output_copy_stream"]
         try:
-            fetched = expected[1].tokens() if expected is not None and expected[0] is tokens else None
-            if fetched is not None:
-                self.packed += 1
-            else:
-                fetched = self._fetch(tokens, stream)
-                self.copied += fetched is not None
+            packed = expected[1].tokens() if expected is not None and expected[0] is tokens else None
+            fetched = packed or self._fetch(tokens, stream)
         except Exception:
-            self._failed = True
-            logger.warning("omni_runner: copying sampled tokens is left to the engine from now on", exc_info=True)
+            self._failed, self.wanted = True, False
+            logger.warning("omni_runner: bringing sampled tokens home is left to the engine from now on", exc_info=True)
             return None
         if fetched is None:
             return None
+        self.packed += packed is not None
+        self.copied += packed is None
         return {
             **_NO_OTHER_COPIES,
             "_model_runner_output": None,
             "_invalid_req_indices": arguments["invalid_req_indices"],
             "async_copy_ready_event": fetched.landed,
-            "_sampled_token_ids": tokens,  # not to be freed before the copy is over
+            "_sampled_token_ids": tokens,  # not to be freed before a copy is over; deleted by vLLM's `get_output`
             "vocab_size": arguments["vocab_size"],
             "sampled_token_ids_cpu": fetched.tensor,
         }
@@ -122,12 +126,14 @@ class TokenCopy:
         if not tokens.is_cuda or not tokens.is_contiguous() or not tokens.numel():
             return None
         if self._fetcher is None or self._stream is not stream:
-            self.close()
+            if self._fetcher is not None:
+                self._fetcher.close()
             self._fetcher, self._stream = spanpack.Fetcher(tokens.device, stream), stream
         return self._fetcher.fetch(tokens)
 
     def close(self) -> None:
         """Give the memory back."""
+        self._expected = None
         fetcher, self._fetcher = self._fetcher, None
         if fetcher is not None:
             fetcher.close()

@@ -12,7 +12,7 @@ import spanpack
 from omni_runner.async_output import make_async_output_cls
 from omni_runner.builder_thread import BuilderThread
 from omni_runner.demo.cpu_streams import StandInEvent
-from omni_runner.token_copy import TokenCopy, stores_as_known
+from omni_runner.sampled_tokens import SampledTokens, stores_as_known
 
 TOKENS = torch.tensor([[7], [8], [9]], dtype=torch.int32)
 
@@ -41,8 +41,8 @@ def arguments(**others: Any) -> dict[str, Any]:
     return {**needed, "logprobs_tensors": None, **others}
 
 
-def token_copy(monkeypatch: pytest.MonkeyPatch, copier: Copier) -> TokenCopy:
-    copy = TokenCopy()
+def sampled(monkeypatch: pytest.MonkeyPatch, copier: Copier) -> SampledTokens:
+    copy = SampledTokens()
     monkeypatch.setattr(copy, "_fetch", copier.fetch)
     return copy
 
@@ -54,7 +54,7 @@ def fetched() -> spanpack.Fetched:
 
 def test_it_goes_on_the_engines_stream_for_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     copier = Copier(fetched())
-    copy = token_copy(monkeypatch, copier)
+    copy = sampled(monkeypatch, copier)
     fields = copy.fields(arguments(num_nans=None, check_ep_fault=False))
     assert fields is not None
     assert copier.streams == ["the engine's stream"]
@@ -71,7 +71,7 @@ def in_the_pack(answer: spanpack.Fetched | None) -> Any:
 
 def test_tokens_that_are_in_their_steps_pack_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, copier = fetched(), Copier(fetched())
-    copy = token_copy(monkeypatch, copier)
+    copy = sampled(monkeypatch, copier)
     copy.expect(TOKENS, in_the_pack(packed))
     fields = copy.fields(arguments())
     assert fields is not None
@@ -83,10 +83,19 @@ def test_tokens_that_are_in_their_steps_pack_are_not_copied(monkeypatch: pytest.
     assert (copy.packed, copy.copied) == (1, 1)
 
 
+def test_an_output_that_wants_other_copies_leaves_tokens_out_of_the_next_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = sampled(monkeypatch, Copier(fetched()))
+    assert tokens.wanted
+    tokens.fields(arguments(num_nans=torch.zeros(3)))
+    assert not tokens.wanted
+    tokens.fields(arguments())
+    assert tokens.wanted
+
+
 @pytest.mark.parametrize("what", ["other tokens", "not in there", "forgotten"])
 def test_all_others_are_copied(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     copier = Copier(fetched())
-    copy = token_copy(monkeypatch, copier)
+    copy = sampled(monkeypatch, copier)
     packed = in_the_pack(None if what == "not in there" else fetched())
     copy.expect(TOKENS.clone() if what == "other tokens" else TOKENS, packed)
     if what == "forgotten":
@@ -110,26 +119,26 @@ def test_all_others_are_copied(monkeypatch: pytest.MonkeyPatch, what: str) -> No
 )
 def test_whatever_else_is_asked_for_is_the_engines(monkeypatch: pytest.MonkeyPatch, others: dict[str, Any]) -> None:
     copier = Copier(fetched())
-    assert token_copy(monkeypatch, copier).fields(arguments(**others)) is None
+    assert sampled(monkeypatch, copier).fields(arguments(**others)) is None
     assert copier.streams == []
 
 
 def test_an_argument_that_is_missing_is_the_engines_business(monkeypatch: pytest.MonkeyPatch) -> None:
     given = arguments()
     del given["vocab_size"]
-    assert token_copy(monkeypatch, Copier(fetched())).fields(given) is None
+    assert sampled(monkeypatch, Copier(fetched())).fields(given) is None
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, TOKENS[:0]], ids=["on the host", "none"])
 def test_tokens_that_need_no_copy_are_left_alone(tokens: torch.Tensor) -> None:
-    assert TokenCopy().fields(arguments(sampled_token_ids=tokens)) is None
+    assert SampledTokens().fields(arguments(sampled_token_ids=tokens)) is None
 
 
 def test_a_failure_is_logged_once_and_leaves_tokens_to_the_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     copier = Copier(RuntimeError("simulated"))
-    copy = token_copy(monkeypatch, copier)
+    copy = sampled(monkeypatch, copier)
     assert [copy.fields(arguments()) for _ in range(3)] == [None] * 3
     assert len(copier.streams) == 1
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -164,7 +173,7 @@ def test_the_installed_engine_finishes_such_an_output(
 
     thread = BuilderThread()
     copier = Copier(fetched())
-    cls = make_async_output_cls(resolve().async_output_cls, thread, token_copy(monkeypatch, copier))
+    cls = make_async_output_cls(resolve().async_output_cls, thread, sampled(monkeypatch, copier))
     output = cls(
         model_runner_output_builder=lambda: SimpleNamespace(req_ids=["a", "b", "c"]), cuda_device=None, **arguments()
     )
