@@ -93,6 +93,8 @@ def test_a_column_ahead_of_its_landing_holds_the_slab_and_has_the_event_to_wait_
     assert rig.device.host_waits == 0
     ahead.landed.synchronize()
     assert_same(ahead.tensor, leaf)
+    snapshot.wait()
+    assert snapshot.ahead(0) is None  # nothing to be ahead of
     snapshot.release()
     with pytest.raises(ClosedError):
         snapshot.ahead(0)

@@ -126,9 +126,8 @@ def test_tokens_get_the_last_column_and_change_no_other() -> None:
         found = lower(lowerer, step, payload, hidden, tokens)
         assert found.recipes == alone.recipes
         leaves = len(flatten(payload)[0]) + (hidden is not None) + 1
-        assert found.refuses_tokens == (
-            alone.plan is None or leaves > MOST_PASSED
-        )  # nor is anything packed for them alone
+        # Nothing is packed for tokens alone, and no table made for their sake.
+        assert found.refuses_tokens == (alone.plan is None or leaves > MOST_PASSED)
         if found.plan is None or alone.plan is None:
             continue
         assert found.payload_columns == alone.payload_columns
