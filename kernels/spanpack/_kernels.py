@@ -16,17 +16,28 @@ def _copy_lanes(source, destination, count, LANES: tl.constexpr, LANE: tl.conste
 
 
 @triton.jit
+def _copy_vectors(source, destination, count, VECTORS: tl.constexpr):
+    """Copy `count` vectors of 16 bytes between byte addresses that are multiples of 16; count <= VECTORS."""
+    vector = tl.arange(0, VECTORS)[:, None]
+    half = tl.arange(0, 2)[None, :]
+    # Said of the pointers: of integers that pointers are made from, the compiler does not remember it.
+    read = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
+    written = tl.multiple_of(destination.to(tl.pointer_type(tl.int64)), 16)
+    value = tl.load(read + (vector * 2 + half), mask=vector < count)
+    tl.store(written + (vector * 2 + half), value, mask=vector < count)
+
+
+@triton.jit
 def _copy_run(source, destination, length, TILE_BYTES: tl.constexpr):
     """Copy one run of bytes with the widest lanes that both addresses allow."""
     if (source - destination) % 16 == 0:
         head = tl.minimum((16 - destination % 16) % 16, length)
         if head > 0:
             _copy_lanes(source, destination, head, 16, tl.uint8)
-        source = tl.multiple_of(source + head, 16)
-        destination = tl.multiple_of(destination + head, 16)
+        source += head
+        destination += head
         vectors = (length - head) // 16
-        # Pairs of 8-byte elements at addresses that are multiples of 16 become one 16-byte access per lane.
-        _copy_lanes(source, destination, vectors * 2, TILE_BYTES // 8, tl.int64)
+        _copy_vectors(source, destination, vectors, TILE_BYTES // 16)
         tail = (length - head) % 16
         if tail > 0:
             _copy_lanes(source + vectors * 16, destination + vectors * 16, tail, 16, tl.uint8)

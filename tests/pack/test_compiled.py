@@ -1,0 +1,50 @@
+"""The kernels compiled for a GPU that need not be there: they compile, and move 16 bytes an access."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from spanpack._kernels import gather_runs, gather_tiles
+
+POINTERS = {"slab": "*u8", "tiles": "*i64", "addresses": "*i64"}
+
+def check(kernel, **constants):
+    names = kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature={name: POINTERS.get(name, "constexpr" if name in constants else "i64") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name in POINTERS},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 2})
+    ptx = compiled.asm["ptx"]
+    loads, stores = ptx.count("ld.global.v2.b64"), ptx.count("st.global.v2.b64")
+    vectors_per_thread = constants["TILE_BYTES"] // 16 // 64
+    assert loads == stores == vectors_per_thread, (kernel.__name__, constants, loads, stores)
+    assert compiled.metadata.shared == 0, (kernel.__name__, constants, compiled.metadata.shared)
+
+check(gather_runs, TILE_BYTES=4096)
+check(gather_tiles, TILE_BYTES=4096, PASSED=True)
+check(gather_tiles, TILE_BYTES=4096, PASSED=False)
+"""
+
+
+def test_runs_are_moved_16_bytes_at_a_time_and_not_by_way_of_shared_memory() -> None:
+    """Neither is said in the code: the compiler has to see that addresses are aligned, and keep one layout."""
+    triton = pytest.importorskip("triton")
+    if not hasattr(triton.backends, "backends") or "nvidia" not in triton.backends.backends:
+        pytest.skip("this Triton has no compiler for NVIDIA GPUs")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
