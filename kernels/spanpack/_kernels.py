@@ -1,4 +1,4 @@
-"""Device code. Nothing but `@triton.jit` functions; who launches them is in gather.py.
+"""Device code. Nothing but `@triton.jit` functions, and lists of their parameters; who launches them is in gather.py.
 
 Everything is bytes and 64-bit addresses: dtypes play no part, so one launch serves all leaves of a payload.
 """
