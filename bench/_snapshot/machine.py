@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 from pathlib import Path
 from typing import Any, Protocol
@@ -170,6 +171,24 @@ class CompileCounter:
 
     def _on_compile(self, **_: Any) -> None:
         self.count = (self.count or 0) + 1
+
+
+class CollectionCounter:
+    """Counts garbage collections while it is entered, of whatever generation and on whatever thread."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> CollectionCounter:
+        gc.callbacks.append(self._on_collection)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.callbacks.remove(self._on_collection)
+
+    def _on_collection(self, phase: str, info: dict[str, int]) -> None:
+        del info
+        self.count += phase == "start"
 
 
 def gpu_name(device: torch.device) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from bench._snapshot.machine import CompileCounter, Machine
+from bench._snapshot.machine import CollectionCounter, CompileCounter, Machine
 from bench._snapshot.provider import Provider, StepInput
 from bench._snapshot.scenarios import Scenario
 
@@ -53,6 +53,7 @@ class Samples:
     """What was measured of one provider in one scenario; times in nanoseconds."""
 
     host: list[float] = field(default_factory=list)
+    host_first: list[float] = field(default_factory=list)  # of a block: those that follow another provider's
     host_steady: list[float] = field(default_factory=list)
     host_busy: list[float] = field(default_factory=list)
     landed: list[float] = field(default_factory=list)
@@ -61,6 +62,7 @@ class Samples:
     busy_calls: int = 0
     pinned_allocations: int | None = 0
     compilations: int | None = 0
+    collections: int = 0  # of garbage, in the calls of `host`
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Bench:
         self.samples = {provider.name: Samples() for provider in providers}
         self.failures: dict[str, str] = {}
         self._passes = (
-            _Pass(0.28, lambda provider: provider.lands, self._one_by_one(self._idle_call), warmup_s=_FIRST_WARMUP_S),
+            _Pass(0.28, lambda provider: provider.lands, self._idle_block, warmup_s=_FIRST_WARMUP_S),
             _Pass(0.12, lambda provider: provider.lands, self._steady_block, warmup_block=_STEADY_CALLS),
             _Pass(0.26, lambda provider: True, self._one_by_one(self._busy_call)),
             _Pass(0.15, lambda provider: provider.lands, self._one_by_one(self._landed_call)),
@@ -110,6 +112,10 @@ class Bench:
 
     def run(self, budget: Budget) -> None:
         """Measure everything; a provider that raises is left out from then on, and named in `failures`."""
+        with CollectionCounter() as self._collections:
+            self._run(budget)
+
+    def _run(self, budget: Budget) -> None:
         end = time.perf_counter() + budget.seconds
         for place, measured in enumerate(self._passes):
             # What the passes before have left over goes to those that follow.
@@ -183,13 +189,19 @@ class Bench:
 
         return block
 
-    def _idle_call(self, provider: Provider, step: StepInput, samples: Samples) -> None:
-        self._machine.synchronize()
-        start = _now()
-        taken = provider.take(step)
-        work = provider.hand_over(step, taken, only_wait=True)
-        samples.host.append(_now() - start)
-        work.join()
+    def _idle_block(self, provider: Provider, samples: Samples, count: int) -> None:
+        for place in range(count):
+            step, collections = self._next_step(), self._collections
+            self._machine.synchronize()
+            before = collections.count
+            start = _now()
+            taken = provider.take(step)
+            work = provider.hand_over(step, taken, only_wait=True)
+            samples.host.append(_now() - start)
+            samples.collections += collections.count - before
+            work.join()
+            if place == 0:
+                samples.host_first.append(samples.host[-1])
 
     def _steady_block(self, provider: Provider, samples: Samples, count: int) -> None:
         """Calls in quick succession: nothing between two of them but the wait for the first one's work."""
@@ -312,6 +324,7 @@ def row(scenario: Scenario, name: str, samples: Samples, d2h_bytes: float, *, la
         "scenario": scenario.name,
         "provider": name,
         "host_us": percentiles_us(samples.host),
+        "host_first_us": percentiles_us(samples.host_first),
         "host_steady_us": percentiles_us(samples.host_steady),
         "host_busy_us": percentiles_us(samples.host_busy),
         "landed_us": percentiles_us(samples.landed),
@@ -321,6 +334,7 @@ def row(scenario: Scenario, name: str, samples: Samples, d2h_bytes: float, *, la
         "payload_bytes": _plain(scenario.payload_bytes),
         "pinned_allocations": samples.pinned_allocations,
         "compilations": samples.compilations,
+        "collections": samples.collections,
         "calls": {
             "host_us": len(samples.host),
             "host_steady_us": len(samples.host_steady),
