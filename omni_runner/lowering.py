@@ -117,14 +117,11 @@ class Lowering:
         None where no tensor has to be packed.
     tokens
         Index of the column with the step's sampled tokens, always the last; None where they are not packed.
-    refuses_tokens
-        Whether that is because tokens don't suit payloads like this one, whatever their size.
     """
 
     recipes: tuple[KeyRecipe, ...]
     plan: spanpack.Plan | None
     tokens: int | None = None
-    refuses_tokens: bool = False
 
     @property
     def payload_columns(self) -> int:
@@ -175,7 +172,7 @@ class Lowerer:
         *,
         has_hidden: bool,
         has_tokens: bool = False,
-    ) -> Lowering:
+    ) -> Lowering | None:
         """Decide what each key of a payload becomes.
 
         Parameters
@@ -189,8 +186,13 @@ class Lowerer:
         has_hidden
             Whether the stage's own hidden rows are among them; some models leave them out of their payloads.
         has_tokens
-            Whether the step's sampled tokens are, behind all others. They are packed along with a payload on the same
-            device of up to `WITH_TOKENS_BYTES`, as long as they make no table of addresses necessary.
+            Whether the step's sampled tokens are, behind all others.
+
+        Returns
+        -------
+        Lowering or None
+            None where tokens are not to be packed along: the payload is on the host or larger than `WITH_TOKENS_BYTES`,
+            there is none, or it would take a table on the device to tell the kernel of the tokens.
 
         Raises
         ------
@@ -269,21 +271,23 @@ class _StepLowerer:
         self.columns = StepColumns(looks.table, SHARED_COLUMN_BYTES)
         self.spans: dict[int | None, Pieces] = {}
 
-    def lower(self) -> Lowering:
+    def lower(self) -> Lowering | None:
         recipes = tuple(self._recipes())
         columns = self.columns.specs
         leaf, tokens = self.structure.tokens, None
         if leaf is not None:
             if not self._suits_tokens(leaf):
-                return Lowering(recipes, None, refuses_tokens=True)
-            if self.columns.nbytes <= WITH_TOKENS_BYTES:
-                tokens = self.columns.add_apart(leaf, whole_copies(self.looks.row_counts[leaf], 1))
+                return None
+            tokens = self.columns.add_apart(leaf, whole_copies(self.looks.row_counts[leaf], 1))
         return Lowering(recipes, plan_columns(self.looks, columns) if columns else None, tokens)
 
     def _suits_tokens(self, leaf: int) -> bool:
         """Whether the sampled tokens are gathered like the payload, and without it costing more."""
         kinds, routes = self.looks.table.kinds, self.looks.table.routes
-        if routes[leaf] is not Route.KERNEL or kinds[leaf].scalar or len(routes) > MOST_PASSED:
+        if routes[leaf] is not Route.KERNEL or kinds[leaf].scalar or self.columns.nbytes > WITH_TOKENS_BYTES:
+            return False
+        needs_tiles = self.columns.runs > MOST_PASSED
+        if self.columns.runs == MOST_PASSED or (needs_tiles and len(routes) > MOST_PASSED):
             return False
         first = [specs[0].first_leaf for specs in self.columns.specs]
         return any(routes[i] in _GATHERED and kinds[i].device == kinds[leaf].device for i in first)

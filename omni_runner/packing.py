@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
@@ -83,6 +84,17 @@ class PackedTree:
             self.snapshot.release()
 
 
+class _Refusal(Enum):
+    TOKENS = "this payload and the step's tokens do not go together"
+
+
+_REFUSED = _Refusal.TOKENS
+_Found: TypeAlias = Lowering | str | _Refusal  # what was found out about a payload; str: why columns can't express it
+
+# A payload that takes no tokens is looked at twice. After so many in a row tokens are left out for so many steps.
+_REFUSALS, _REST_STEPS = 8, 1000
+
+
 class StepPacker:
     """Packs steps and remembers how: a step that looks like an earlier one costs no planning.
 
@@ -109,11 +121,13 @@ class StepPacker:
         self._packer = packer
         self._lowerer = Lowerer(upstream, cache_capacity)
         self._fills_channels = fills_channels
-        # One for each combination of hidden rows and tokens beside the payload, which may look alike.
-        self._lowerings: list[spanpack.PlanCache[Lowering | str]] = [
-            spanpack.PlanCache(cache_capacity) for _ in range(4)
-        ]
-        self._packs_tokens = True
+        # By whether hidden rows, and tokens, are beside the payload; the two may look alike.
+        self._lowerings: dict[tuple[bool, bool], spanpack.PlanCache[_Found]] = {
+            (has_hidden, has_tokens): spanpack.PlanCache(cache_capacity)
+            for has_hidden in (False, True)
+            for has_tokens in (False, True)
+        }
+        self._refusals = self._resting = 0
         self._whole_plans: spanpack.PlanCache[_Whole] = spanpack.PlanCache(cache_capacity)
 
     def pack(
@@ -143,22 +157,38 @@ class StepPacker:
             multimodal_outputs = {}
         elif not isinstance(multimodal_outputs, dict):
             raise NotCovered(f"the payload is a {type(multimodal_outputs).__name__}")
-        extra = () if hidden_states is None else (hidden_states,)
-        lowerings = self._lowerings[len(extra)]
-        if tokens is not None and self._packs_tokens:
-            lowerings = self._lowerings[len(extra) + 2]
-            extra = *extra, tokens
+        if tokens is not None and self._resting:
+            self._resting -= 1
+            tokens = None
+        packed = self._pack(step, hidden_states, multimodal_outputs, tokens)
+        if packed is None:
+            self._refusals += 1
+            if self._refusals % _REFUSALS == 0:
+                self._resting = _REST_STEPS
+            packed = self._pack(step, hidden_states, multimodal_outputs, None)
+            assert packed is not None
+        elif tokens is not None:
+            self._refusals = 0
+        return packed
+
+    def _pack(
+        self, step: StepContext, hidden_states: Tensor | None, multimodal_outputs: dict[Any, Any], tokens: Tensor | None
+    ) -> PackedStep | None:
+        """None where the payload does not go together with tokens; nothing was packed then."""
+        extra = tuple([leaf for leaf in (hidden_states, tokens) if leaf is not None])
+        has_hidden, has_tokens = hidden_states is not None, tokens is not None
+        lowerings = self._lowerings[has_hidden, has_tokens]
         seen = lowerings.look(multimodal_outputs, step.key, extra)
         lowering = seen.entry
         if lowering is None:
-            lowering = self._lower(seen, step, hidden_states is not None, tokens is not None and self._packs_tokens)
-            if not isinstance(lowering, str) and lowering.refuses_tokens:
-                self._packs_tokens = False  # nor will later payloads of this model take them
-                return self.pack(step, hidden_states=hidden_states, multimodal_outputs=multimodal_outputs)
-            plan = None if isinstance(lowering, str) else lowering.plan
+            lowering = self._lower(seen, step, has_hidden, has_tokens)
+            plan = lowering.plan if isinstance(lowering, Lowering) else None
             lowerings.keep(seen, step.key, lowering, None if plan is None else plan.signature)
+        if lowering is _REFUSED:
+            return None
         if isinstance(lowering, str):
             raise NotCovered(lowering)
+        assert isinstance(lowering, Lowering)
         if step.is_sparse:
             _check_plain_lists(lowering, seen.values, step)
         if not self._fills_channels:
@@ -167,16 +197,14 @@ class StepPacker:
         snapshot = self._packer.run(plan, seen.leaves, validate=False) if plan is not None else None
         return PackedStep(step, lowering, seen.values, snapshot)
 
-    def _lower(
-        self, seen: spanpack.Sighting[Lowering | str], step: StepContext, has_hidden: bool, has_tokens: bool
-    ) -> Lowering | str:
-        """The lowering of a payload, or the reason why columns can't express it."""
+    def _lower(self, seen: spanpack.Sighting[_Found], step: StepContext, has_hidden: bool, has_tokens: bool) -> _Found:
         try:
-            return self._lowerer.lower(
+            found = self._lowerer.lower(
                 step, seen.spec, len(seen.values), seen.leaves, has_hidden=has_hidden, has_tokens=has_tokens
             )
         except NotCovered as reason:
             return str(reason)
+        return _REFUSED if found is None else found
 
     def pack_whole(self, tree: Any) -> PackedTree:
         """Pack every tensor of a payload tree as it is.

@@ -10,6 +10,7 @@ import numpy as np
 from spanpack import ColumnSpec
 from spanpack.columns import Int64Array, PieceFacts
 from spanpack.leaf_table import LeafKind, LeafTable
+from spanpack.plan import Route
 
 
 class Pieces(NamedTuple):
@@ -61,11 +62,13 @@ class StepColumns:
         Of each column, in parts: one for each key.
     nbytes
         Of all columns.
+    runs
+        How many the gather copies into them, see `spanpack.segments`.
     """
 
     def __init__(self, table: LeafTable, most_bytes: int) -> None:
         self.specs: list[list[ColumnSpec]] = []
-        self.nbytes = 0
+        self.nbytes = self.runs = 0
         self._table = table
         self._most_bytes = most_bytes
         self._open: dict[LeafKind, tuple[int, int, int]] = {}  # column that takes leaves of a kind, its bytes, pieces
@@ -85,6 +88,8 @@ class StepColumns:
             column, column_bytes, first = len(self.specs), 0, 0
             self.specs.append([])
         self.nbytes += nbytes
+        if nbytes and self._table.routes[leaf] is not Route.HOST:
+            self.runs += 1 if pieces.facts.copies > 1 else len(pieces.facts.runs.starts)
         end = first + len(pieces.rows)
         self._open[kind] = column, column_bytes + nbytes, end
         leaves = leaf if pieces.leaves is None else pieces.leaves

@@ -98,6 +98,7 @@ class Bench:
         self._scenario = scenario
         self._providers = list(providers)
         self._compilations = compilations
+        self._collections = CollectionCounter()
         self._number = 0
         self._hold_us: dict[str, float] = {}
         self.samples = {provider.name: Samples() for provider in providers}
@@ -112,7 +113,7 @@ class Bench:
 
     def run(self, budget: Budget) -> None:
         """Measure everything; a provider that raises is left out from then on, and named in `failures`."""
-        with CollectionCounter() as self._collections:
+        with self._collections:
             self._run(budget)
 
     def _run(self, budget: Budget) -> None:
@@ -337,6 +338,7 @@ def row(scenario: Scenario, name: str, samples: Samples, d2h_bytes: float, *, la
         "collections": samples.collections,
         "calls": {
             "host_us": len(samples.host),
+            "host_first_us": len(samples.host_first),
             "host_steady_us": len(samples.host_steady),
             "host_busy_us": len(samples.host_busy),
             "landed_us": len(samples.landed),

@@ -64,7 +64,8 @@ class PieceFacts(NamedTuple):
         total_rows = sum(counts)
         ends = starts + rows
         joined = starts[1:] == ends[:-1]
-        if leaves is None and min(counts) >= 0 and joined.all():  # all spans of a step, one behind the other
+        # All spans of a step, one behind the other. What is too much for a leaf is found out below.
+        if leaves is None and min(counts) >= 0 and joined.all() and total_rows <= MOST_ROWS:
             start = int(starts[0])
             run = Runs(None, starts[:1], np.array([total_rows], dtype=np.int64)) if total_rows else _NO_RUNS
             return PieceFacts(counts, total_rows, min(start, *counts), start + total_rows, start + total_rows, run)

@@ -19,6 +19,7 @@ from torch import Tensor
 from ._runtime import TorchRuntime
 from .backends import wrong_device
 from .config import ConfigTable
+from .errors import LeafError
 from .flight import Events, Flight
 from .gather import Launcher, addresses_of, check_memory, copy_opaque, gather_host, gather_torch, stage
 from .late import MOST_WAITING, LateCopies, LateCopy
@@ -87,7 +88,7 @@ class CudaEngine:
         if self._current_device() != self._device_index:
             with self.runtime.as_current():
                 return self.run(plan, leaves)
-        resident = self.residents.get(plan) or self._make_resident(plan, leaves)
+        resident = self.residents.get(plan) or self._make_resident(plan, leaves, self.passes_runs)
         has_extras = resident is None or resident.has_extras
         if has_extras and plan.use.staged:
             self.fallbacks.note("strided", "leaves that are not contiguous within their rows are copied by torch first")
@@ -169,13 +170,15 @@ class CudaEngine:
                     self.upload(resident, addresses, stream, flight)
                     self.uploads += 1
             resident.launch(slab.address, stream, addresses)
-        except BaseException:  # an interrupt from the keyboard as well
+        except BaseException as error:  # an interrupt from the keyboard as well
             self.residents.pop(plan, None)  # what the device has of it is not known any more
+            if resident.buffer is None and isinstance(error, Exception) and not isinstance(error, LeafError):
+                self._give_up_passing_runs(error)
             raise
         resident.flight = flight
         resident.turn = self.launches = self.launches + 1
 
-    def _make_resident(self, plan: Plan, leaves: Sequence[Tensor]) -> Resident | None:
+    def _make_resident(self, plan: Plan, leaves: Sequence[Tensor], passes_runs: bool) -> Resident | None:
         """Check what a kernel would read and bring the plan's descriptors into being; None to gather with torch."""
         for index in plan.use.kernel:
             if leaves[index].device != self.runtime.device:
@@ -192,17 +195,16 @@ class CudaEngine:
                 self.pool,
                 self.staging,
                 direct=plan.device_bytes <= self.configs.direct_store_bytes,
-                passes_runs=self.passes_runs,
+                passes_runs=passes_runs,
             )
         except torch.cuda.OutOfMemoryError:
             self.fallbacks.note("descriptors", "no device memory for descriptors; gathering with torch copies")
             return None
         except Exception as error:  # noqa: BLE001 - whatever a compiler, a driver or a read-only cache may raise
-            if not self.passes_runs or plan.passed_runs is None:
+            if not passes_runs or plan.passed_runs is None:
                 self._give_up_triton(error)
                 return None
-            self.passes_runs = False
-            made = self._make_resident(plan, leaves)
+            made = self._make_resident(plan, leaves, passes_runs=False)
             if made is not None:  # so it was that kernel alone
                 self._give_up_passing_runs(error)
             return made
@@ -344,6 +346,8 @@ class CudaEngine:
             if self.configs.direct_store_bytes:
                 try:
                     self_test(self, self.configs.configs[0], direct=True)
+                    if self.passes_runs:
+                        self_test_of_runs(self, self.configs.configs[0], direct=True)
                 except Exception as error:  # noqa: BLE001 - whatever a driver may raise
                     self.fallbacks.note(
                         "direct store failed", f"the kernel can't store into pinned memory ({error}); copying all packs"

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .columns import ColumnSpec, Int64Array
-from .segments import Part, PassedRun, count_segments, make_segments, passed_runs
+from .segments import Part, PassedRun, count_segments, make_passed_runs, make_segments
 from .signature import PlanSignature
 
 
@@ -159,7 +159,7 @@ class Plan:
     @cached_property
     def passed_runs(self) -> tuple[PassedRun, ...] | None:
         """The same in a form that fits among the kernel's arguments; None where it does not."""
-        return passed_runs(self.parts)
+        return make_passed_runs(self.parts)
 
     @cached_property
     def device_runs(self) -> tuple[Run, ...]:

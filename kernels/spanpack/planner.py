@@ -89,7 +89,7 @@ def _detached(columns: Sequence[ColumnSpec]) -> list[ColumnSpec]:
             names = ("starts", "rows", "leaves")[: len(counts)]
             given = ", ".join(f"{count} {name}" for count, name in zip(counts, names, strict=True))
             raise PlacementError(f"column {index} has {given}; give one of each per piece")
-        found.append(ColumnSpec(leaves, starts, rows, column.scalar, column.facts))
+        found.append(ColumnSpec(leaves, starts, rows, column.scalar))  # its facts may be of the caller's arrays
     return found
 
 

@@ -97,7 +97,7 @@ def make_segments(parts: Sequence[Part]) -> Int64Array:
     return table
 
 
-def passed_runs(parts: Sequence[Part]) -> tuple[PassedRun, ...] | None:
+def make_passed_runs(parts: Sequence[Part]) -> tuple[PassedRun, ...] | None:
     """The same as runs that fit among the kernel's arguments; None where they are too many, or rows stand apart.
 
     Most steps have a few: all spans of a step are one run in each leaf, and what every consumer gets a copy of is one.
@@ -111,12 +111,12 @@ def passed_runs(parts: Sequence[Part]) -> tuple[PassedRun, ...] | None:
             return None
         destination = part.offset_bytes
         for place in range(count):
-            length = int(rows[place])
+            row_count = int(rows[place])
             stride = part.row_stride if isinstance(part.row_stride, int) else int(part.row_stride[place])
-            if stride != part.row_bytes and length != 1:
+            if stride != part.row_bytes and row_count != 1:
                 return None
             leaf = part.leaf if leaves is None else int(leaves[place])
-            nbytes = length * part.row_bytes
+            nbytes = row_count * part.row_bytes
             found.append(PassedRun(leaf, int(starts[place]) * stride, destination, nbytes, copies))
             destination += nbytes
     return tuple(sorted(found))  # so that mostly the first is of leaf 0, and so on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,34 +34,43 @@ def self_test(engine: CudaEngine, config: LaunchConfig, *, direct: bool = False)
     RuntimeError
         The bytes are wrong. Whatever a compiler or a driver raises comes as it is.
     """
-    leaves = _leaves(engine.runtime.device)
-    _test(engine, config, leaves, direct=direct)
-    if not direct:  # whose kernel is the same
-        _test(engine, config, leaves * MOST_PASSED)  # so many that their addresses need a table
-
-
-def self_test_of_runs(engine: CudaEngine, config: LaunchConfig) -> None:
-    """The same of the kernel that is told of a few runs, some of them several times over."""
-    _test(engine, config, _leaves(engine.runtime.device)[:2], copies=3)
-
-
-def _leaves(device: torch.device) -> list[Tensor]:
-    """Two runs, one of them at an odd address; then rows that stand apart, odd and aligned."""
-    base = torch.arange(1 << 15, device=device, dtype=torch.int32).view(torch.uint8)
-    return [
+    base = _bytes(engine)
+    leaves = [
         base[:99999],
         base[7:4000],
         base[1:].view(-1)[: 64 * 1000].view(64, 1000)[:, :333],
         base.view(-1, 512)[:, :64],
     ]
+    _test(engine, config, leaves, _whole(leaves), direct=direct)
+    if not direct:  # whose kernel is the same
+        leaves = leaves * MOST_PASSED  # so many that their addresses need a table
+        _test(engine, config, leaves, _whole(leaves))
+
+
+def self_test_of_runs(engine: CudaEngine, config: LaunchConfig, *, direct: bool = False) -> None:
+    """The same of the kernel that is told of a few runs: as many as it takes, all different."""
+    base = _bytes(engine)
+    leaves = [base[:99999], base[7:4000]]
+    runs = [(0, 0, 99999, 1), (1, 0, 3993, 3), (0, 11, 5001, 1), (1, 5, 17, 2)]  # leaf, first byte, bytes, copies
+    runs += [(0, 70000, 1, 5), (1, 100, 33, 1), (0, 33333, 40000, 1), (1, 16, 16, 4)]
+    columns = [ColumnSpec(leaf, np.full(copies, start), np.full(copies, rows)) for leaf, start, rows, copies in runs]
+    _test(engine, config, leaves, columns, direct=direct)
+
+
+def _bytes(engine: CudaEngine) -> Tensor:
+    return torch.arange(1 << 15, device=engine.runtime.device, dtype=torch.int32).view(torch.uint8)
+
+
+def _whole(leaves: list[Tensor]) -> list[ColumnSpec]:
+    return [ColumnSpec.whole(i, leaf) for i, leaf in enumerate(leaves)]
 
 
 def _test(
-    engine: CudaEngine, config: LaunchConfig, leaves: list[Tensor], *, direct: bool = False, copies: int = 1
+    engine: CudaEngine, config: LaunchConfig, leaves: list[Tensor], columns: list[ColumnSpec], *, direct: bool = False
 ) -> None:
     runtime, launcher = engine.runtime, engine.launcher
     assert launcher is not None
-    plan = make_plan(leaves, [ColumnSpec.whole(i, leaf, copies) for i, leaf in enumerate(leaves)])
+    plan = make_plan(leaves, columns)
     expected = torch.full((plan.device_bytes,), _SENTINEL, dtype=torch.uint8, device=runtime.device)
     packed = expected.clone()
     gather_torch(plan, leaves, expected)

@@ -280,9 +280,9 @@ class Snapshot:
         if overflow is None or not self._crowded:
             return lease
         moved = overflow.take_over(lease)
-        self._copies_pieces = moved is None
         self._overflow = None  # decided; of two threads that get here each has bytes that are as good as the other's
         if moved is None:
+            self._copies_pieces = True
             return lease
         self._lease = moved
         if self._released:  # meanwhile

@@ -346,3 +346,36 @@ def test_where_the_kernel_for_a_few_runs_fails_the_other_serves(
     assert rig.device.launches == launches + 3
     assert rig.fallbacks.counts() == {"passing runs failed": 1}
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_launch_that_fails_of_a_few_runs_leaves_the_next_to_the_other_kernel() -> None:
+    rig = Rig()
+    leaf = numbers(1)
+    plan = whole(leaf)
+    rig.launcher.fail = RuntimeError("simulated")
+    with pytest.raises(RuntimeError, match="simulated"):
+        rig.pack(leaf, plan)
+    for _ in range(2):
+        assert_same(rig.pack(leaf, plan).column(0), leaf)
+    assert rig.fallbacks.counts() == {"passing runs failed": 1}
+    assert rig.device.uploads == 1
+
+
+def test_memory_that_lacks_for_the_other_kernel_is_no_reason_to_give_this_one_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the kernel for a few runs can't be loaded for want of device memory, say."""
+    rig = Rig()
+    leaf = numbers(1)
+
+    def bind_runs(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.launcher, "bind_runs", bind_runs)
+        rig.device.refuse_memory = True
+        assert_same(rig.pack(leaf).column(0), leaf)
+    rig.device.refuse_memory = False
+    assert_same(rig.pack(leaf).column(0), leaf)
+    assert rig.engine.passes_runs
+    assert rig.device.uploads == 0

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spanpack import ColumnSpec, LeafError, Packer, PlacementError, Plan, make_plan
+from spanpack.columns import PieceFacts
 from spanpack.plan import Route
 from spanpack.tiles import DESTINATION, LEAF, LENGTH, ROW_BYTES, ROW_STRIDE, SOURCE, make_tiles
 from tests.support.differential import try_cases
@@ -270,3 +271,17 @@ class TestTiles:
 
     def test_no_segments_no_tiles(self) -> None:
         assert make_tiles(np.zeros((0, 6), dtype=np.int64), 64).shape == (0, 6)
+
+
+def test_a_plan_keeps_nothing_of_the_arrays_that_it_was_made_from() -> None:
+    leaf, starts, rows = torch.zeros(8, 2), np.array([0, 4]), np.array([2, 2])
+    plan = make_plan([leaf], [ColumnSpec(0, starts, rows, facts=PieceFacts.of(starts, rows))])
+    starts[:] = [1, 6]
+    assert plan.segments[:, SOURCE].tolist() == [0, 32]
+    assert [run.source for run in plan.passed_runs or ()] == [0, 32]
+
+
+def test_numbers_of_rows_that_overflow_are_an_error_in_words() -> None:
+    huge = np.array([2**62, 2**62])
+    with pytest.raises(PlacementError, match="which has 4 rows"):
+        make_plan([torch.zeros(4, 2)], [ColumnSpec(0, np.array([0, 2**62]), huge)])

@@ -83,7 +83,7 @@ def make_runner(
         input_batch=SimpleNamespace(
             req_ids=list(REQUESTS),
             req_id_to_index=index,
-            sampling_metadata=SimpleNamespace(no_penalties=True, output_token_ids=[]),
+            sampling_metadata=SimpleNamespace(no_penalties=True, output_token_ids=[], max_num_logprobs=None),
             vocab_size=10,
             set_async_sampled_token_ids=lambda tokens, event: None,
         ),

@@ -14,7 +14,7 @@ from torch import Tensor
 from omni_runner.lowering import Lowerer, Lowering
 from omni_runner.reference import SPARSE_PROTOCOL_KEYS, flatten_payload
 from omni_runner.step import NotCovered, StepContext
-from spanpack import flatten
+from spanpack import Plan, flatten
 from spanpack.leaf_table import LeafTable
 from spanpack.segments import MOST_PASSED
 from tests.support.plans import assert_same_plan
@@ -29,7 +29,14 @@ def lower(
 ) -> Lowering:
     leaves, spec, values = flatten(payload)
     leaves += [leaf for leaf in (hidden, tokens) if leaf is not None]
-    return lowerer.lower(step, spec, len(values), leaves, has_hidden=hidden is not None, has_tokens=tokens is not None)
+    found = lowerer.lower(step, spec, len(values), leaves, has_hidden=hidden is not None, has_tokens=tokens is not None)
+    if found is None:
+        raise Refused
+    return found
+
+
+class Refused(Exception):
+    """Tokens are not packed along."""
 
 
 def attempt(lowerer: Lowerer, step: tuple[StepContext, dict[str, Any], Tensor | None]) -> Lowering | str:
@@ -123,13 +130,17 @@ def test_tokens_get_the_last_column_and_change_no_other() -> None:
             with pytest.raises(NotCovered, match=re.escape(str(reason))):
                 lower(lowerer, step, payload, hidden, tokens)
             continue
-        found = lower(lowerer, step, payload, hidden, tokens)
-        assert found.recipes == alone.recipes
         leaves = len(flatten(payload)[0]) + (hidden is not None) + 1
-        # Nothing is packed for tokens alone, and no table made for their sake.
-        assert found.refuses_tokens == (alone.plan is None or leaves > MOST_PASSED)
-        if found.plan is None or alone.plan is None:
+        runs = 0 if alone.plan is None else count_runs(alone.plan)
+        try:
+            found = lower(lowerer, step, payload, hidden, tokens)
+        except Refused:
+            assert runs in (0, MOST_PASSED) or (runs > MOST_PASSED and leaves > MOST_PASSED)
             continue
+        assert found.recipes == alone.recipes
+        assert found.plan is not None
+        assert alone.plan is not None
+        assert found.plan.passed_runs is not None or alone.plan.passed_runs is None
         assert found.payload_columns == alone.payload_columns
         assert found.tokens == found.payload_columns == len(found.plan.columns) - 1
         assert found.plan.columns[found.tokens].shape == tokens.shape
@@ -139,14 +150,20 @@ def test_tokens_get_the_last_column_and_change_no_other() -> None:
     assert packed > 50
 
 
+def count_runs(plan: Plan) -> int:
+    return sum(1 if part.facts.copies > 1 else len(part.facts.runs.starts) for part in plan.parts)
+
+
 def test_tokens_stay_away_from_large_payloads() -> None:
     tokens = torch.zeros(3, 2, dtype=torch.int32, device="meta")
     for rows, packed in ((1 << 13, True), ((1 << 13) + 1, False), (1 << 13, True)):
         leaf = torch.zeros(rows, 1 << 10, dtype=torch.int8, device="meta")
-        found = lower(Lowerer(UPSTREAM), step_of([rows - 1, 1]), {"x": leaf, "y": leaf}, None, tokens)
-        assert found.plan is not None
-        assert (found.tokens is not None, found.refuses_tokens) == (packed, False)
-        assert found.payload_columns == 2
+        step, payload = step_of([rows - 1, 1]), {"x": leaf, "y": leaf}
+        if packed:
+            assert lower(Lowerer(UPSTREAM), step, payload, None, tokens).tokens == 2
+        else:
+            with pytest.raises(Refused):
+                lower(Lowerer(UPSTREAM), step, payload, None, tokens)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +177,23 @@ def test_tokens_stay_away_from_large_payloads() -> None:
     ids=["on the host", "strided", "a scalar", "a payload on the host"],
 )
 def test_tokens_that_would_not_be_gathered_like_the_payload_are_refused(tokens: Tensor, payload: Tensor) -> None:
-    found = lower(Lowerer(UPSTREAM), step_of([1, 1]), {"x": payload}, None, tokens)
-    assert (found.refuses_tokens, found.plan) == (True, None)
+    with pytest.raises(Refused):
+        lower(Lowerer(UPSTREAM), step_of([1, 1]), {"x": payload}, None, tokens)
+
+
+@pytest.mark.parametrize(("consumers", "refused"), [(7, False), (8, True), (9, False)])
+def test_tokens_that_would_be_a_run_too_many_are_refused(consumers: int, refused: bool) -> None:
+    """Of 7 consumers apart from each other 7 runs and one more are passed; of 9 there is a table of tiles anyway."""
+    step = step_of([1] * 20, consumers=list(range(0, 2 * consumers, 2)))
+    leaf, tokens = torch.zeros(20, 4, device="meta"), torch.zeros(20, 1, device="meta")
+    try:
+        found = lower(Lowerer(UPSTREAM), step, {"x": leaf}, None, tokens)
+    except Refused:
+        assert refused
+    else:
+        assert not refused
+        assert found.plan is not None
+        assert (found.plan.passed_runs is None) == (consumers == 9)
 
 
 def test_structures_and_looks_that_are_kept_are_bounded() -> None:

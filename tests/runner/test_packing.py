@@ -15,12 +15,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spanpack
-from omni_runner import lowering
+from omni_runner import lowering, packing
 from omni_runner.builder import ChannelBuilder, ChannelRules
 from omni_runner.packing import PackedStep, StepPacker
 from omni_runner.reference import SPARSE_PROTOCOL_KEYS, as_tensor, flatten_payload
 from omni_runner.step import NotCovered, StepContext, make_step
 from omni_runner.untrack import DICTS_COME_BACK
+from spanpack import flatten
 from tests.support.steps import step_of
 
 WIDTH = 4
@@ -87,15 +88,29 @@ def test_hidden_rows_and_tokens_that_look_alike_are_told_apart(packer: StepPacke
         assert [list(payload) for payload in channel or ()] == [keys, keys]
 
 
-def test_a_model_whose_payloads_refuse_tokens_is_not_asked_again(packer: StepPacker) -> None:
-    step, tokens = step_of([1, 1]), torch.zeros(2, 1)
-    many = {f"x{i}": numbered(2) for i in range(8)}
-    for payload in (many, {"x": numbered(2)}):
-        packed = packer.pack(step, hidden_states=None, multimodal_outputs=payload, tokens=tokens)
-        assert packed.lowering is not None
-        assert packed.lowering.tokens is None
-        assert packed.snapshot is not None
-        assert len(packed.snapshot.plan.use.routes) == len(payload)
+def has_tokens(packer: StepPacker, payload: dict[str, Any], rows: int = 2) -> bool:
+    step, tokens = step_of([1] * rows), torch.zeros(rows, 1)
+    packed = packer.pack(step, hidden_states=None, multimodal_outputs=payload, tokens=tokens)
+    assert packed.lowering is not None
+    found = packed.lowering.tokens is not None
+    if packed.snapshot is not None:
+        assert len(packed.snapshot.plan.use.routes) == len(flatten(payload)[0]) + found  # no leaf that is not used
+    return found
+
+
+def test_an_odd_step_without_tokens_keeps_them_out_of_no_other(packer: StepPacker) -> None:
+    payload, many = {"x": numbered(2)}, {f"x{i}": numbered(2) for i in range(8)}
+    found = [has_tokens(packer, each) for each in (payload, {}, {"t": "text"}, payload, many, many, payload)]
+    assert found == [True, False, False, True, False, False, True]
+
+
+def test_after_many_refusals_in_a_row_tokens_are_left_out_for_a_while(
+    packer: StepPacker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_REST_STEPS", 5)
+    payload, many = {"x": numbered(2)}, {f"x{i}": numbered(2) for i in range(8)}
+    assert not any(has_tokens(packer, many) for _ in range(packing._REFUSALS))
+    assert [has_tokens(packer, payload) for _ in range(7)] == [False] * 5 + [True] * 2
 
 
 def column(channel: Any, key: str) -> list[Any]:
