@@ -160,22 +160,18 @@ class CudaEngine:
             gather_torch(plan, leaves, slab.tensor)
             return
         addresses = tuple(map(_address_of, leaves)) if resident.reads_every_leaf else addresses_of(plan, leaves)
+        table = resident.table
         try:
-            if resident.stream != stream:
-                self._change_stream(resident, stream)
-            if resident.known != addresses:
-                if 0 in addresses:  # no leaf of a first pack was like that, but its memory may have gone since
-                    check_memory(leaves, plan.use.kernel)
-                if resident.known is not None:
-                    self.upload(resident, addresses, stream, flight)
-                    self.uploads += 1
+            if (table is None or table.known != addresses) and 0 in addresses:
+                check_memory(leaves, plan.use.kernel)  # was there at the first pack, but may have gone since
+            if table is not None and table.bring(addresses, stream, flight):
+                self.uploads += 1
             resident.launch(slab.address, stream, addresses)
         except BaseException as error:  # an interrupt from the keyboard as well
             self.residents.pop(plan, None)  # what the device has of it is not known any more
-            if resident.buffer is None and isinstance(error, Exception) and not isinstance(error, LeafError):
+            if table is None and isinstance(error, Exception) and not isinstance(error, LeafError):
                 self._give_up_passing_runs(error)
             raise
-        resident.flight = flight
         resident.turn = self.launches = self.launches + 1
 
     def _make_resident(self, plan: Plan, leaves: Sequence[Tensor], passes_runs: bool) -> Resident | None:
@@ -224,7 +220,7 @@ class CudaEngine:
             "passing runs failed", f"the kernel that is told of a few runs can't be used ({error}); using the other"
         )
         self.passes_runs = False
-        self.residents = {plan: resident for plan, resident in self.residents.items() if resident.buffer is not None}
+        self.residents = {plan: resident for plan, resident in self.residents.items() if resident.table is not None}
 
     def _without_launcher(self) -> None:
         self.launcher = None
@@ -233,37 +229,6 @@ class CudaEngine:
     def _without_direct_store(self) -> None:
         self.configs = replace(self.configs, direct_store_bytes=0)
         self.residents.clear()
-
-    def _change_stream(self, resident: Resident, stream: int) -> None:
-        """Let a resident be read and written on another stream than before."""
-        if resident.buffer is None:
-            resident.stream = stream
-            return
-        if resident.flight is not None:
-            self.runtime.stream_wait(stream, resident.flight.landed)
-        else:  # never launched: its memory is in the order of the stream that it was made on
-            made = self.runtime.make_event(blocking=False)
-            self.runtime.record(made, resident.stream)
-            self.runtime.stream_wait(stream, made)
-        self.runtime.hold(resident.buffer)
-        resident.stream = stream
-
-    def upload(self, resident: Resident, addresses: tuple[int, ...], stream: int, flight: Flight) -> None:
-        """Bring descriptors to the device on the producing stream, behind the kernels that still read the old ones."""
-        nbytes = resident.upload_bytes()
-        staging = resident.staging_shelf.take() if resident.known else None
-        staging = staging or self.staging.acquire(nbytes)
-        if staging is None:
-            pageable = np.empty(nbytes, dtype=np.uint8)
-            resident.write(pageable.data, addresses)
-            with torch.inference_mode():  # torch guards a buffer that was made in it
-                assert resident.buffer is not None
-                self.runtime.upload_pageable(resident.buffer[:nbytes], torch.from_numpy(pageable))
-        else:
-            staging.flight = flight  # not written again before this pack has landed
-            staging.shelf.idle.append(staging)
-            resident.write(staging.view, addresses)
-            self.runtime.upload(resident.buffer_address, staging.address, nbytes, stream)
 
     def _run_late(self, plan: Plan, leaves: Sequence[Tensor], resident: Resident | None, stream: int) -> Snapshot:
         """Without a pinned slab: the bytes wait in a device slab of their own until the snapshot is waited for."""

@@ -82,8 +82,8 @@ def _test(
     flight = Flight(Events.make(runtime.make_event))
     addresses = addresses_of(plan, leaves)
     try:
-        if resident.known is not None:
-            engine.upload(resident, addresses, stream, flight)
+        if resident.table is not None:
+            resident.table.bring(addresses, stream, flight)
         if host is None:
             resident.launch(packed.data_ptr(), stream, addresses)
             runtime.synchronize_current()

@@ -244,13 +244,13 @@ def test_descriptors_first_used_on_another_stream_than_they_were_made_on(
         rig.pack(leaf, plan, stream=1).wait()  # leaf by leaf, with the descriptors made and not used
     resident = rig.engine.residents[plan]
     device.block(1)
-    device.enqueue(resident.buffer.zero_, 1)
+    device.enqueue(resident.table.buffer.zero_, 1)
     snapshot = rig.pack(leaf, plan, stream=OTHER)
     device.run()
     assert not snapshot.done()
     device.unblock(1)
     assert_same(snapshot.column(0), leaf)
-    assert device.held == [resident.buffer]
+    assert device.held == [resident.table.buffer]
 
 
 def test_an_interrupt_anywhere_in_a_pack_costs_no_pinned_memory() -> None:

@@ -1,0 +1,135 @@
+"""Device tables: what the kernel has to look up, for plans of which not all fits among its arguments."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import segments
+from ._runtime import TorchRuntime
+from .config import LaunchConfig
+from .flight import Flight
+from .plan import Plan
+from .pool import HostPool
+from .tiles import make_tiles
+
+
+class DeviceTable:
+    """Descriptors of one plan: ``[num_stored] int64`` addresses, then ``[num_tiles, 6] int64`` tiles.
+
+    The addresses of a few leaves are passed with each launch instead; then none is stored. Written on the producing
+    stream, behind the kernels that still read what was there before.
+
+    Parameters
+    ----------
+    plan, config
+        What is launched, and how.
+    runtime
+        Of the device.
+    staging
+        Pinned memory for descriptors on their way.
+
+    Attributes
+    ----------
+    buffer
+        The descriptors on the device.
+    num_tiles, tiles
+        How many tiles there are, and their device address.
+    addresses
+        Device address of the stored addresses; None where launches pass them.
+    known
+        The addresses that are there, none before the first upload; None once nothing more has to get there.
+    """
+
+    __slots__ = (
+        "_flight",
+        "_pack",
+        "_runtime",
+        "_shelf",
+        "_staging",
+        "_stored",
+        "_stream",
+        "_upload",
+        "addresses",
+        "buffer",
+        "known",
+        "num_tiles",
+        "tiles",
+    )
+
+    def __init__(self, plan: Plan, config: LaunchConfig, runtime: TorchRuntime, staging: HostPool) -> None:
+        leaves = len(plan.use.routes)
+        tiles = make_tiles(plan.segments, config.tile_bytes)
+        self._stored = 0 if leaves <= segments.MOST_PASSED else leaves
+        head = (self._stored + 1) // 2 * 2  # keeps the tiles aligned to 16 bytes
+        self._upload: np.ndarray[Any, np.dtype[np.int64]] | None = np.concatenate(
+            [np.zeros(head, np.int64), tiles.ravel()]
+        )
+        self.buffer = runtime.empty(self._upload.nbytes)
+        address = self.buffer.data_ptr()
+        self.num_tiles, self.tiles = len(tiles), address + 8 * head
+        self.addresses = address if self._stored else None
+        self.known: tuple[int, ...] | None = ()
+        self._runtime = runtime
+        self._staging = staging
+        self._shelf = staging.shelf(8 * self._stored)
+        self._pack = struct.Struct(f"{self._stored}q")
+        self._stream = runtime.current_stream()  # that reads and writes it; at first the one it was allocated on
+        self._flight: Flight | None = None  # of the last pack that reads it
+
+    def bring(self, addresses: tuple[int, ...], stream: int, flight: Flight) -> bool:
+        """Have everything there for a launch on `stream`; whether something had to be uploaded.
+
+        An error leaves open what is there: the table is not to be used again.
+
+        Parameters
+        ----------
+        addresses
+            Of all leaves.
+        stream
+            Raw handle.
+        flight
+            Of the pack that is about to be launched.
+        """
+        if self._stream != stream:
+            self._change_stream(stream)
+        self._flight = flight
+        if self.known is None or self.known == addresses:
+            return False
+        nbytes = self._pack.size if self._upload is None else self._upload.nbytes  # later only new addresses
+        slab = self._shelf.take() if self.known else None
+        slab = slab or self._staging.acquire(nbytes)
+        if slab is None:
+            pageable = np.empty(nbytes, dtype=np.uint8)
+            self._write(pageable.data, addresses)
+            with torch.inference_mode():  # torch guards a buffer that was made in it
+                self._runtime.upload_pageable(self.buffer[:nbytes], torch.from_numpy(pageable))
+        else:
+            slab.flight = flight  # not written again before this pack has landed
+            slab.shelf.idle.append(slab)
+            self._write(slab.view, addresses)
+            self._runtime.upload(self.buffer.data_ptr(), slab.address, nbytes, stream)
+        self.known = addresses if self._stored else None
+        return True
+
+    def _write(self, target: memoryview, addresses: tuple[int, ...]) -> None:
+        """Put what the device lacks into `target`."""
+        if self._upload is not None:
+            target[: self._upload.nbytes] = self._upload.view(np.uint8).data
+            self._upload = None
+        if self._stored:
+            self._pack.pack_into(target, 0, *addresses)
+
+    def _change_stream(self, stream: int) -> None:
+        """Let it be read and written on another stream than before."""
+        if self._flight is not None:
+            self._runtime.stream_wait(stream, self._flight.landed)
+        else:  # never launched: its memory is in the order of the stream that it was made on
+            made = self._runtime.make_event(blocking=False)
+            self._runtime.record(made, self._stream)
+            self._runtime.stream_wait(stream, made)
+        self._runtime.hold(self.buffer)
+        self._stream = stream
