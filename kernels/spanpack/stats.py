@@ -22,7 +22,7 @@ class Stats:
     payload_bytes, copied_bytes
         Bytes of all pieces; bytes that device-to-host copies brought over (alignment gaps included).
     plans_resident
-        Plans whose descriptors are on the device.
+        Plans that are ready to be launched again, with descriptors on the device where they need any.
     pinned_bytes, pinned_peak_bytes, pinned_allocations
         Pinned memory of the pool now and at most, and how often it was allocated.
     overflow_bytes
