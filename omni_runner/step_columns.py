@@ -87,18 +87,22 @@ class StepColumns:
         if column < 0 or column_bytes + nbytes > self._most_bytes:
             column, column_bytes, first = len(self.specs), 0, 0
             self.specs.append([])
-        self.nbytes += nbytes
-        if nbytes and self._table.routes[leaf] is not Route.HOST:
-            self.runs += 1 if pieces.facts.copies > 1 else len(pieces.facts.runs.starts)
         end = first + len(pieces.rows)
         self._open[kind] = column, column_bytes + nbytes, end
-        leaves = leaf if pieces.leaves is None else pieces.leaves
-        self.specs[column].append(ColumnSpec(leaves, pieces.starts, pieces.rows, kind.scalar, pieces.facts))
+        self._append(column, leaf, pieces, nbytes)
         return column, first, end
 
     def add_apart(self, leaf: int, pieces: Pieces) -> int:
         """Put pieces of `leaf` into a column of their own; returns which."""
-        kind = self._table.kinds[leaf]
-        self.nbytes += pieces.facts.total_rows * self._table.row_bytes[leaf]
-        self.specs.append([ColumnSpec(leaf, pieces.starts, pieces.rows, kind.scalar, pieces.facts)])
-        return len(self.specs) - 1
+        self.specs.append([])
+        column = len(self.specs) - 1
+        self._append(column, leaf, pieces, pieces.facts.total_rows * self._table.row_bytes[leaf])
+        return column
+
+    def _append(self, column: int, leaf: int, pieces: Pieces, nbytes: int) -> None:
+        self.nbytes += nbytes
+        if nbytes and self._table.routes[leaf] is not Route.HOST:
+            self.runs += pieces.facts.num_passed
+        leaves = leaf if pieces.leaves is None else pieces.leaves
+        scalar = self._table.kinds[leaf].scalar
+        self.specs[column].append(ColumnSpec(leaves, pieces.starts, pieces.rows, scalar, pieces.facts))

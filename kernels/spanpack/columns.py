@@ -57,6 +57,11 @@ class PieceFacts(NamedTuple):
     runs: Runs
     copies: int = 1
 
+    @property
+    def num_passed(self) -> int:
+        """How many runs the gather has to be told of, where it is told of copies once."""
+        return 1 if self.copies > 1 else len(self.runs.starts)
+
     @staticmethod
     def of(starts: Int64Array, rows: Int64Array, leaves: Int64Array | None = None) -> PieceFacts:
         """Work it out for at least one piece; `leaves` as in `Runs`."""

@@ -318,7 +318,7 @@ class Launcher:
         grid, head, constants = given
 
         def launch(slab: int, stream: int, addresses: tuple[int, ...]) -> None:
-            passing = (addresses + _NO_ADDRESSES)[:MOST_PASSED] if passed else _NO_ADDRESSES
+            passing = _padded(addresses) if passed else _NO_ADDRESSES
             run(*grid, stream, *head, slab, *passing, *constants)
 
         return launch

@@ -105,8 +105,7 @@ def make_passed_runs(parts: Sequence[Part]) -> tuple[PassedRun, ...] | None:
     found: list[PassedRun] = []
     for part in parts:
         leaves, starts, rows = part.facts.runs
-        copies = part.facts.copies if len(starts) else 1
-        count = len(starts) if copies == 1 else 1
+        count = part.facts.num_passed
         if count + len(found) > MOST_PASSED:
             return None
         destination = part.offset_bytes
@@ -117,6 +116,6 @@ def make_passed_runs(parts: Sequence[Part]) -> tuple[PassedRun, ...] | None:
                 return None
             leaf = part.leaf if leaves is None else int(leaves[place])
             nbytes = row_count * part.row_bytes
-            found.append(PassedRun(leaf, int(starts[place]) * stride, destination, nbytes, copies))
+            found.append(PassedRun(leaf, int(starts[place]) * stride, destination, nbytes, part.facts.copies))
             destination += nbytes
     return tuple(sorted(found))  # so that mostly the first is of leaf 0, and so on

@@ -33,7 +33,7 @@ def packer(rig: Rig) -> Packer:
 def _packer_on(rig: Rig) -> Packer:
     """A packer that runs on the rig's engine."""
     packer = Packer("cpu")
-    packer._engine, packer._device_type = rig.engine, "cpu"
+    rig.drive(packer)
     return packer
 
 

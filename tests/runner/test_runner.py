@@ -37,7 +37,6 @@ from tests.runner.step_rig import (
     run,
     sample,
 )
-from tests.support.rig import Rig
 
 
 @pytest.fixture(autouse=True)
@@ -288,66 +287,6 @@ def test_what_cannot_be_packed_at_all_is_left_to_the_engine_with_the_reason(mess
         assert_same(run(packed, hidden, multimodal), run(make_runner(STOCK), hidden, multimodal))
     assert packed.omni_runner_stats().stock == {"a container of type Mapping": 2}
     assert len(messages) == 1
-
-
-@pytest.mark.parametrize("case", ["packed", "another tensor", "awaited", "many leaves"])
-def test_sampled_tokens_come_in_the_pack_where_they_can(monkeypatch, case):
-    """On a simulated device. The runner says what it has sampled; the output is made with that, or with others."""
-    hidden, multimodal = payload()
-    if case != "many leaves":
-        multimodal = {"hidden_states": multimodal["hidden_states"], "codes": multimodal["codes"]}
-
-    def on(cls: type[Any]) -> Any:
-        runner = make_runner(cls)
-        bookkeeping = runner._bookkeeping_sync
-
-        def remember(scheduled: Any, sampled: Any, *others: Any) -> Any:
-            tokens = sampled.sampled_token_ids
-            runner.input_batch.prev_sampled_token_ids = tokens + 1 if case == "another tensor" else tokens
-            return bookkeeping(scheduled, sampled, *others)
-
-        runner._bookkeeping_sync = remember
-        if case == "awaited":
-            runner.input_batch.sampling_metadata.output_token_ids = [[1]]
-        return runner
-
-    rig, runner = Rig(), on(PackedGPUARModelRunner)
-    path = path_of(runner)
-    path._open(runner)
-    path._packer._engine, path._packer._device_type = rig.engine, "cpu"
-    expected = run(on(STOCK), hidden, multimodal)
-    for _ in range(3):
-        output = sample(runner, hidden, multimodal)
-        assert_same(vars(output.get_output()), expected)
-        assert output.sampled_token_ids_cpu.flatten().tolist() == [0, 1, 2, 3]
-    assert path._sampled_tokens._expected is None
-    assert rig.device.launches == 3
-    stats = runner.omni_runner_stats()
-    assert (stats.columns, stats.tokens_packed, stats.token_copies) == (3, 3 * (case == "packed"), 0)
-    del output
-    gc.collect()
-    assert rig.pool.in_use == 0
-
-
-def test_nothing_of_a_step_that_fails_after_its_pack_is_kept(monkeypatch):
-    hidden, multimodal = payload()
-    multimodal = {"codes": multimodal["codes"]}
-    rig, runner = Rig(), make_runner(PackedGPUARModelRunner)
-    path = path_of(runner)
-    path._open(runner)
-    path._packer._engine, path._packer._device_type = rig.engine, "cpu"
-    runner.input_batch.prev_sampled_token_ids = torch.zeros(4, 1)
-
-    def fail() -> None:
-        raise RuntimeError("simulated")
-
-    monkeypatch.setattr(runner, "get_omni_connector_output", fail)
-    with pytest.raises(RuntimeError, match="simulated"):
-        sample(runner, hidden, multimodal)
-    gc.collect()
-    assert path.pending is None
-    assert path._sampled_tokens._expected is None
-    assert rig.pool.in_use == 0
 
 
 def test_accumulated_payloads_go_through_the_engines_builder():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from spanpack import ColumnSpec, Plan, Snapshot, make_plan
+from spanpack import ColumnSpec, Packer, Plan, Snapshot, make_plan
 from spanpack.config import ConfigTable
 from spanpack.cuda import CudaEngine
 from spanpack.overflow import Overflow
@@ -50,6 +50,10 @@ class Rig:
         """Pack one leaf on a stream; the host does not wait."""
         self.device.stream = stream
         return self.engine.run(plan or whole(leaf), [leaf])
+
+    def drive(self, packer: Packer) -> None:
+        """Let a packer of CPU tensors run on this engine."""
+        packer._engine, packer._device_type = self.engine, "cpu"
 
 
 def whole(leaf: torch.Tensor) -> Plan:
