@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from omni_runner.builder_thread import BuilderThread
 from omni_runner.errors import BuilderThreadClosed
-from omni_runner.sampled_tokens import SampledTokens, stores_as_known
+from omni_runner.sampled_tokens import PromisedTokens, SampledTokens, stores_as_known
 
 if TYPE_CHECKING:
     from omni_runner.compat import Upstream
 
+_OUTPUT_NAME = "OmniAsyncGPUModelRunnerOutput"
 _EngineOutput: Any = object  # the real base is added by `make_async_output_cls`
 
 
@@ -56,8 +56,8 @@ class PackedAsyncOutputMixin(_EngineOutput):
         self._background_exception: BaseException | None = None
         self._cuda_device = cuda_device
         try:
-            # The engine's own thread function: sets the device, builds, keeps an exception for get_output.
-            self._background_thread = self.builder_thread.submit(self._build_output_in_background)
+            # The engine's own function sets the device, builds, and keeps an exception for get_output.
+            self._background_thread = self.builder_thread.submit(self._build_and_keep_promise)
         except BuilderThreadClosed:
             self._background_thread = None  # then get_output builds, as it does in the engine's class
 
@@ -79,6 +79,13 @@ class PackedAsyncOutputMixin(_EngineOutput):
                         self._failure = failure, failure.__traceback__
                     raise
             return self._completed
+
+    def _build_and_keep_promise(self) -> None:
+        """What the builder thread does: the engine's thread function, then tokens take the place of their promise."""
+        self._build_output_in_background()
+        promised = vars(self).get("sampled_token_ids_cpu")
+        if type(promised) is PromisedTokens and promised.kept is not None:
+            self.sampled_token_ids_cpu = promised.kept
 
 
 def make_async_output_cls(
@@ -109,23 +116,29 @@ def make_async_output_cls(
     return type("PackedAsyncOutput", (PackedAsyncOutputMixin, engine_output_cls), namespace)
 
 
-@contextmanager
-def constructed_as(upstream: Upstream, output_cls: type[Any]) -> Iterator[None]:
-    """Let `sample_tokens` construct `output_cls` where it names the engine's class.
+class constructed_as:
+    """Lets `sample_tokens` construct `output_cls` where it names the engine's class.
 
     The name stays as it is if something else has been put there, such as another runner's class in the middle of its
-    own step: outputs of any class take builders of any runner.
+    own step: outputs of any class take builders of any runner. May be entered again once it was left.
     """
-    namespace = vars(upstream.runner_module)
-    name = "OmniAsyncGPUModelRunnerOutput"
-    if namespace.get(name) is not upstream.async_output_cls:
-        yield
-        return
-    namespace[name] = output_cls
-    try:
-        yield
-    finally:
-        namespace[name] = upstream.async_output_cls
+
+    __slots__ = ("_engine_output_cls", "_is_ours", "_namespace", "_output_cls")
+
+    def __init__(self, upstream: Upstream, output_cls: type[Any]) -> None:
+        self._namespace = vars(upstream.runner_module)
+        self._engine_output_cls = upstream.async_output_cls
+        self._output_cls = output_cls
+        self._is_ours = False
+
+    def __enter__(self) -> None:
+        self._is_ours = self._namespace.get(_OUTPUT_NAME) is self._engine_output_cls
+        if self._is_ours:
+            self._namespace[_OUTPUT_NAME] = self._output_cls
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_ours:
+            self._namespace[_OUTPUT_NAME] = self._engine_output_cls
 
 
 @functools.cache

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 import spanpack
-from omni_runner.async_output import make_async_output_cls
+from omni_runner import interpreter
+from omni_runner.async_output import constructed_as, make_async_output_cls
 from omni_runner.builder import ChannelBuilder, ChannelRules
 from omni_runner.builder_thread import BuilderThread
 from omni_runner.compat import check_runner
@@ -30,65 +33,14 @@ logger = logging.getLogger("vllm.omni_runner")
 
 LOG_EVERY_STEPS = 1000
 CLOSE_TIMEOUT_S = 1.0
+SPAN = "omni_async_output:snapshot_cpu_payload"  # the engine's own name for it
 NO_METADATA = "the step's metadata did not come before its payload"
 FOREIGN_SNAPSHOT = "the engine's snapshot helper has been replaced by something else"
 
-_NO_ROWS = torch.empty((0, 0))  # hidden rows of a step in which nobody wants any
 
-
-class PendingStep(NamedTuple):
-    """What the engine said about a step just before it asked for the snapshot.
-
-    Attributes
-    ----------
-    metadata
-        Arguments of the eager postprocess hook: the very objects that the step's builder gets later.
-    postprocessed
-        Whether the model's postprocess has run.
-    """
-
-    metadata: Mapping[str, Any]
-    postprocessed: bool
-
-    def is_of(self, hidden_states: Tensor, multimodal_outputs: Any) -> bool:
-        """Whether it belongs to the payload that is to be snapshotted."""
-        metadata = self.metadata
-        return metadata["hidden_states"] is hidden_states and metadata["multimodal_outputs"] is multimodal_outputs
-
-
-class PackedSnapshot(NamedTuple):
-    """Stands for the engine's tensor snapshot: `sample_tokens` hands the fields to the builder, and waits for one.
-
-    Attributes
-    ----------
-    hidden_states
-        Without rows, on the host. The rows themselves are in the pack.
-    multimodal_outputs
-        The pack, which our builder recognizes.
-    async_payload
-        What the builder thread waits for before it builds.
-    """
-
-    hidden_states: Tensor
-    multimodal_outputs: PackedStep | PackedTree
-    async_payload: DeferredWait
-    staged_hidden_states_cpu: None = None
-
-
-class DeferredWait:
-    """Waits for a pack and leaves its failure to the builder, which waits again and knows what else to clean up."""
-
-    __slots__ = ("_packed",)
-
-    def __init__(self, packed: PackedStep | PackedTree) -> None:
-        self._packed = packed
-
-    def wait(self) -> None:
-        """Sleep until the bytes are on the host, or never will be."""
-        try:
-            self._packed.wait()
-        except Exception:  # the same call raises it again where it can be handled
-            logger.debug("omni_runner: waiting for a pack failed", exc_info=True)
+# What the engine said about a step just before it asked for the snapshot: the arguments of the eager postprocess hook,
+# which are the very objects that the step's builder gets later, and whether the model's postprocess has run.
+PendingStep: TypeAlias = tuple[Mapping[str, Any], bool]
 
 
 class PackedPath:
@@ -106,24 +58,39 @@ class PackedPath:
         self.builder_thread = BuilderThread()
         self._sampled_tokens = SampledTokens()
         self.output_cls = make_async_output_cls(upstream.async_output_cls, self.builder_thread, self._sampled_tokens)
+        self.constructs_ours = constructed_as(upstream, self.output_cls)
         self._packs_tokens = self.output_cls._sampled_tokens is not None
         self.pending: PendingStep | None = None
+        # Under a profiler packing is a span, as the engine's snapshot is; else not even a `nullcontext` is made.
+        if not isinstance(upstream.record_function(SPAN), nullcontext):
+            self.pack = _in_span(upstream, self.pack)  # type: ignore[method-assign]
         self._reader = StepReader(upstream)
         self._packer: spanpack.Packer | None = None
         self._steps: StepPacker | None = None
         self._channels: ChannelBuilder | None = None
         self._recorder: StepRecorder | None = None
         self._steps_seen = 0
+        self._tunes_python = False
 
     def forget_step(self) -> None:
         """Drop what is known of the step that is over, also where it failed halfway."""
         self.pending = None
         self._sampled_tokens.forget()
 
+    def leave_to_engine(self) -> None:
+        """Take note of a step that is not looked at here at all: the next one repeats no step that was."""
+        self._reader.forget()
+
     def take_pending(self, hidden_states: Tensor, multimodal_outputs: Any) -> PendingStep | None:
         """Return the metadata of the step that these tensors belong to; it is handed out once."""
         pending, self.pending = self.pending, None
-        return pending if pending is not None and pending.is_of(hidden_states, multimodal_outputs) else None
+        if pending is None:
+            return None
+        metadata = pending[0]
+        is_of_these = (
+            metadata["hidden_states"] is hidden_states and metadata["multimodal_outputs"] is multimodal_outputs
+        )
+        return pending if is_of_these else None
 
     def warm_up(self, runner: Any) -> None:
         """Compile the kernel and pin memory now, so that no step has to."""
@@ -139,7 +106,7 @@ class PackedPath:
         hidden_states: Tensor,
         multimodal_outputs: Any,
         others: Mapping[str, Any],
-    ) -> PackedSnapshot:
+    ) -> PackedStep | PackedTree:
         """Pack a step on the current stream. Whatever it raises, the step's tensors are as they were.
 
         Parameters
@@ -156,7 +123,7 @@ class PackedPath:
         if self._steps_seen % LOG_EVERY_STEPS == 0 and logger.isEnabledFor(logging.DEBUG):
             logger.debug("omni_runner: %s", self.stats())
         try:
-            metadata = pending.metadata
+            metadata, postprocessed = pending
             step = self._reader.read(
                 runner,
                 scheduler_output=metadata["scheduler_output"],
@@ -169,7 +136,7 @@ class PackedPath:
             if self._recorder is not None:
                 self._record(step, hidden_states, multimodal_outputs, others, include_hidden)
             if step.consumers:
-                _check_covered(runner, pending)
+                _check_covered(runner, postprocessed)
             tokens = (
                 self.upstream.sampled_tokens(runner) if self._packs_tokens and self._sampled_tokens.wanted else None
             )
@@ -179,18 +146,18 @@ class PackedPath:
                 multimodal_outputs=multimodal_outputs,
                 tokens=tokens,
             )
-            if tokens is not None:
+            if tokens is not None and packed.has_tokens:
                 self._sampled_tokens.expect(tokens, packed)
             (self.counters.count_columns if step.consumers else self.counters.count_empty)()
-            return PackedSnapshot(_NO_ROWS, packed, DeferredWait(packed))
+            return packed
         except NotCovered as reason:
             payload = runner._build_omni_async_snapshot_payload(
                 hidden_states=hidden_states, multimodal_outputs=multimodal_outputs, **others
             )
             tree = steps.pack_whole(payload)
             self.counters.count_mirror(str(reason))
-            no_rows = torch.empty((0, *hidden_states.shape[1:]), dtype=hidden_states.dtype)
-            return PackedSnapshot(no_rows, tree, DeferredWait(tree))
+            tree.hidden_states = torch.empty((0, *hidden_states.shape[1:]), dtype=hidden_states.dtype)
+            return tree
 
     def build(self, runner: Any, build_stock: Callable[..., Any], step: Mapping[str, Any]) -> Any:
         """Build the output of a packed step.
@@ -206,10 +173,12 @@ class PackedPath:
         """
         packed = step["multimodal_outputs"]
         try:
-            packed.wait()
+            packed.arrive()
             start_ns = time.perf_counter_ns()
             if isinstance(packed, PackedStep):
                 output = self._build_columns(build_stock, step, packed)
+                if packed.has_tokens:
+                    packed.tokens()  # for whoever was promised them
             else:
                 output = _build_whole(build_stock, step, packed)
             packed.release()
@@ -226,6 +195,7 @@ class PackedPath:
 
     def close(self) -> None:
         """Finish what is in flight, within a bound, and give the memory back. Harmless when repeated."""
+        interpreter.restore(self)
         finished = self.builder_thread.close(CLOSE_TIMEOUT_S)
         logger.debug("omni_runner: closing: %s", self.stats())
         if self._recorder is not None:
@@ -257,11 +227,16 @@ class PackedPath:
         return output
 
     def _open(self, runner: Any) -> StepPacker:
-        if self._steps is not None:
-            return self._steps
+        steps = self._steps or self._make_steps(runner)
+        if self._tunes_python:
+            interpreter.tune(self)
+        return steps
+
+    def _make_steps(self, runner: Any) -> StepPacker:
         check_runner(runner)
         settings = Settings.from_env()
-        rules = _channel_rules(self.upstream, runner, untracks=settings.untrack)
+        self._tunes_python = settings.tune_python
+        rules = _channel_rules(self.upstream, runner, untracks=settings.tune_python)
         self._channels = ChannelBuilder(self.upstream, rules)
         self._packer = (
             spanpack.Packer(runner.device)
@@ -297,13 +272,22 @@ class PackedPath:
                 logger.info("omni_runner: wrote the trace %s", written)
 
 
-def _check_covered(runner: Any, pending: PendingStep) -> None:
+def _in_span(upstream: Upstream, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        with upstream.record_function(SPAN):
+            return function(*args, **kwargs)
+
+    return recorded
+
+
+def _check_covered(runner: Any, postprocessed: bool) -> None:
     """Raise `NotCovered` for a step whose payload the engine does more with than put it into the output."""
     if runner.omni_prefix_cache is not None:
         raise NotCovered("prefix caching merges cached payloads")
     if runner._should_accumulate_full_payload_output():
         raise NotCovered("full payloads are accumulated")
-    if not pending.postprocessed and runner._model_omni_flag(runner.model, "has_postprocess"):
+    if not postprocessed and runner._model_omni_flag(runner.model, "has_postprocess"):
         raise NotCovered("the model's postprocess runs in the builder")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 import spanpack
@@ -17,9 +19,67 @@ from spanpack.tree import TreeSpec
 if TYPE_CHECKING:
     from omni_runner.compat import Upstream
 
+logger = logging.getLogger("vllm.omni_runner")
 
-@dataclass(slots=True, eq=False)
-class PackedStep:
+_NO_ROWS = torch.empty((0, 0))  # hidden rows of a step in which nobody wants any
+
+
+class PackedPayload:
+    """Stands for the engine's tensor snapshot: `sample_tokens` hands its fields to the builder, and waits for one.
+
+    One object for all three: it is made on the decode thread in every step.
+
+    Attributes
+    ----------
+    hidden_states
+        Without rows, on the host. The rows themselves are in the pack.
+    multimodal_outputs
+        The pack, which our builder recognizes.
+    async_payload
+        What the builder thread waits for before it builds.
+    snapshot
+        None if there was no tensor to pack.
+    """
+
+    __slots__ = ("snapshot",)
+
+    hidden_states = _NO_ROWS
+    staged_hidden_states_cpu = None
+
+    snapshot: spanpack.Snapshot | None
+
+    @property
+    def multimodal_outputs(self) -> PackedPayload:
+        """See above."""
+        return self
+
+    @property
+    def async_payload(self) -> PackedPayload:
+        """See above."""
+        return self
+
+    def wait(self) -> None:
+        """Sleep until the bytes are on the host, or never will be; failures are left to `arrive`.
+
+        The engine waits with this where nobody cleans up after a failure. Our builder does, and waits again.
+        """
+        try:
+            self.arrive()
+        except Exception:  # the same call raises it again where it can be handled
+            logger.debug("omni_runner: waiting for a pack failed", exc_info=True)
+
+    def arrive(self) -> None:
+        """Sleep until the bytes are on the host. Further calls return at once."""
+        if self.snapshot is not None:
+            self.snapshot.wait()
+
+    def release(self) -> None:
+        """Give up this object's hold on the slab; tensors that were made from it keep it."""
+        if self.snapshot is not None:
+            self.snapshot.release()
+
+
+class PackedStep(PackedPayload):
     """A step on its way to the host as columns, one per key; `builder.ChannelBuilder` reads it.
 
     Attributes
@@ -30,44 +90,50 @@ class PackedStep:
         What the columns mean; None if the step has no consumer.
     values
         The payload's plain values, as they were when it was packed.
-    snapshot
-        None if there was no tensor to pack.
+    made_tokens
+        What `tokens` has returned; None before.
     """
 
-    step: StepContext
-    lowering: Lowering | None = None
-    values: Sequence[Any] = ()
-    snapshot: spanpack.Snapshot | None = None
+    __slots__ = ("lowering", "made_tokens", "step", "values")
 
-    def wait(self) -> None:
-        """Sleep until the bytes are on the host. Further calls return at once."""
-        if self.snapshot is not None:
-            self.snapshot.wait()
+    def __init__(
+        self,
+        step: StepContext,
+        lowering: Lowering | None = None,
+        values: Sequence[Any] = (),
+        snapshot: spanpack.Snapshot | None = None,
+    ) -> None:
+        self.step = step
+        self.lowering = lowering
+        self.values = values
+        self.snapshot = snapshot
+        self.made_tokens: Tensor | None = None
 
-    def tokens(self) -> spanpack.Fetched | None:
-        """The step's sampled tokens on their way to the host, if they were packed along."""
-        if self.snapshot is None or self.lowering is None or self.lowering.tokens is None:
-            return None
-        return self.snapshot.ahead(self.lowering.tokens)
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the step's sampled tokens were packed along."""
+        return self.snapshot is not None and self.lowering is not None and self.lowering.tokens is not None
 
-    def release(self) -> None:
-        """Give up this object's hold on the slab; tensors that were made from it keep it."""
-        if self.snapshot is not None:
-            self.snapshot.release()
+    def tokens(self) -> Tensor:
+        """The step's sampled tokens on the host; waits for the bytes. Once made, they outlive `release`."""
+        if self.made_tokens is None:
+            assert self.snapshot is not None
+            assert self.lowering is not None
+            assert self.lowering.tokens is not None
+            self.made_tokens = self.snapshot.column(self.lowering.tokens)
+        return self.made_tokens
 
 
-@dataclass(slots=True, eq=False)
-class PackedTree:
+class PackedTree(PackedPayload):
     """A whole payload tree on its way to the host."""
 
-    spec: TreeSpec
-    values: Sequence[Any]
-    snapshot: spanpack.Snapshot | None
+    __slots__ = ("_spec", "_values", "hidden_states")
 
-    def wait(self) -> None:
-        """Sleep until the bytes are on the host. Further calls return at once."""
-        if self.snapshot is not None:
-            self.snapshot.wait()
+    def __init__(self, spec: TreeSpec, values: Sequence[Any], snapshot: spanpack.Snapshot | None) -> None:
+        self._spec = spec
+        self._values = values
+        self.snapshot = snapshot
+        self.hidden_states = _NO_ROWS
 
     def payload(self) -> Any:
         """The tree as it was packed, its tensors on the host; waits for the bytes.
@@ -76,12 +142,7 @@ class PackedTree:
         """
         snapshot = self.snapshot
         leaves = [] if snapshot is None else [snapshot.split(i)[0] for i in range(len(snapshot.plan.columns))]
-        return spanpack.unflatten(self.spec, leaves, self.values)
-
-    def release(self) -> None:
-        """Give up this object's hold on the slab; tensors that were made from it keep it."""
-        if self.snapshot is not None:
-            self.snapshot.release()
+        return spanpack.unflatten(self._spec, leaves, self._values)
 
 
 class _Refusal(Enum):

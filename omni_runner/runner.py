@@ -10,9 +10,8 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from omni_runner.async_output import constructed_as
-from omni_runner.packed_path import FOREIGN_SNAPSHOT, NO_METADATA, PackedPath, PendingStep
-from omni_runner.packing import PackedStep, PackedTree
+from omni_runner.packed_path import FOREIGN_SNAPSHOT, NO_METADATA, PackedPath
+from omni_runner.packing import PackedPayload
 from omni_runner.stats import RunnerStats
 from omni_runner.step import NotCovered
 
@@ -32,26 +31,27 @@ class PackedRunnerMixin(_EngineRunner):
     """
 
     _omni_runner_upstream: ClassVar[Upstream]
+    _omni_runner_path: PackedPath | None = None  # made by `path_of`
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample, and hand out an output that our builder thread completes."""
-        path = path_of(self)
+        path = self._omni_runner_path or path_of(self)
         try:
-            with constructed_as(path.upstream, path.output_cls):
+            with path.constructs_ours:
                 return super().sample_tokens(*args, **kwargs)
         finally:
             path.forget_step()
 
     def _maybe_run_eager_omni_postprocess_before_async_output(self, **step: Any) -> bool:
         postprocessed = super()._maybe_run_eager_omni_postprocess_before_async_output(**step)
-        path_of(self).pending = PendingStep(step, postprocessed)
+        (self._omni_runner_path or path_of(self)).pending = step, postprocessed
         return postprocessed
 
     def _snapshot_omni_output_tensors_for_async_output(
         self, *, use_async_omni_output: bool, hidden_states: Any, multimodal_outputs: Any, **others: Any
     ) -> Any:
+        path = self._omni_runner_path or path_of(self)
         if use_async_omni_output:
-            path = path_of(self)
             pending = path.take_pending(hidden_states, multimodal_outputs)
             if pending is None:
                 path.counters.count_stock(NO_METADATA)
@@ -59,18 +59,18 @@ class PackedRunnerMixin(_EngineRunner):
                 path.counters.count_stock(FOREIGN_SNAPSHOT)
             else:
                 try:
-                    with path.upstream.record_function("omni_async_output:snapshot_cpu_payload"):
-                        return path.pack(
-                            self,
-                            pending,
-                            hidden_states=hidden_states,
-                            multimodal_outputs=multimodal_outputs,
-                            others=others,
-                        )
+                    return path.pack(
+                        self,
+                        pending,
+                        hidden_states=hidden_states,
+                        multimodal_outputs=multimodal_outputs,
+                        others=others,
+                    )
                 except NotCovered as reason:
                     path.counters.count_stock(str(reason))
                 except Exception as failure:  # noqa: BLE001  the engine's own snapshot serves this step
                     path.counters.count_failure(failure)
+        path.leave_to_engine()
         return super()._snapshot_omni_output_tensors_for_async_output(
             use_async_omni_output=use_async_omni_output,
             hidden_states=hidden_states,
@@ -80,7 +80,7 @@ class PackedRunnerMixin(_EngineRunner):
 
     def _build_omni_model_runner_output_from_snapshot(self, **step: Any) -> Any:
         build_stock = super()._build_omni_model_runner_output_from_snapshot
-        if isinstance(step["multimodal_outputs"], (PackedStep, PackedTree)):
+        if isinstance(step["multimodal_outputs"], PackedPayload):
             return path_of(self).build(self, build_stock, step)
         return build_stock(**step)
 
@@ -113,7 +113,7 @@ class PackedRunnerMixin(_EngineRunner):
 
 def path_of(runner: Any) -> PackedPath:
     """Return the packed path of a runner of ours; made on first use, because the class may come after `__init__`."""
-    path = vars(runner).get("_omni_runner_path")
+    path: PackedPath | None = runner._omni_runner_path
     if path is None:
         path = runner._omni_runner_path = PackedPath(type(runner)._omni_runner_upstream)
     return path

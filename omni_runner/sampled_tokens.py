@@ -26,7 +26,7 @@ logger = logging.getLogger("vllm.omni_runner")
 
 # Arguments of vLLM's output object: those of the tokens' copy, and those that ask for others.
 _OF_TOKENS = frozenset(("sampled_token_ids", "invalid_req_indices", "async_output_copy_stream", "vocab_size"))
-_OF_OTHER_COPIES = frozenset(("logprobs_tensors", "routed_experts", "num_nans", "check_ep_fault"))
+_KNOWN = _OF_TOKENS | {"logprobs_tensors", "routed_experts", "num_nans", "check_ep_fault"}
 
 # What vLLM's ``__init__`` stores for those other copies, where none is asked for.
 _NO_OTHER_COPIES = dict.fromkeys(
@@ -57,6 +57,36 @@ def stores_as_known(output_cls: type[Any]) -> bool:
     except TypeError:  # not written in Python
         return False
     return {step.argval for step in instructions if step.opname == "STORE_ATTR"} <= _FIELDS
+
+
+class PromisedTokens:
+    """Stands for tokens that are in the pack, and for the event that they wait for, until the builder has made them.
+
+    To make a tensor costs more than all else of an output. The decode thread leaves it to the builder, whose work
+    `get_output` waits for; whoever looks earlier gets the tensor too, and waits for the bytes.
+
+    Attributes
+    ----------
+    kept
+        The tensor, once it was made.
+    """
+
+    __slots__ = ("_step",)
+
+    def __init__(self, step: PackedStep) -> None:
+        self._step = step
+
+    @property
+    def kept(self) -> Tensor | None:
+        """See above."""
+        return self._step.made_tokens
+
+    def synchronize(self) -> None:
+        """Sleep until the bytes are on the host, as vLLM's event does."""
+        self._step.arrive()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._step.tokens(), name)
 
 
 class SampledTokens:
@@ -101,25 +131,32 @@ class SampledTokens:
         if not self.wanted:
             return None
         tokens, stream = arguments["sampled_token_ids"], arguments["async_output_copy_stream"]
-        try:
-            packed = expected[1].tokens() if expected is not None and expected[0] is tokens else None
-            fetched = packed or self._fetch(tokens, stream)
-        except Exception:
-            self._failed, self.wanted = True, False
-            logger.warning("omni_runner: bringing sampled tokens home is left to the engine from now on", exc_info=True)
-            return None
-        if fetched is None:
-            return None
-        self.packed += packed is not None
-        self.copied += packed is None
+        tokens_cpu: Tensor | PromisedTokens
+        landed: Any
+        if expected is not None and expected[0] is tokens:
+            self.packed += 1
+            tokens_cpu = landed = PromisedTokens(expected[1])
+        else:
+            try:
+                fetched = self._fetch(tokens, stream)
+            except Exception:
+                self._failed, self.wanted = True, False
+                logger.warning(
+                    "omni_runner: bringing sampled tokens home is left to the engine from now on", exc_info=True
+                )
+                return None
+            if fetched is None:
+                return None
+            self.copied += 1
+            tokens_cpu, landed = fetched
         return {
             **_NO_OTHER_COPIES,
             "_model_runner_output": None,
             "_invalid_req_indices": arguments["invalid_req_indices"],
-            "async_copy_ready_event": fetched.landed,
+            "async_copy_ready_event": landed,
             "_sampled_token_ids": tokens,  # not to be freed before a copy is over; deleted by vLLM's `get_output`
             "vocab_size": arguments["vocab_size"],
-            "sampled_token_ids_cpu": fetched.tensor,
+            "sampled_token_ids_cpu": tokens_cpu,
         }
 
     def _fetch(self, tokens: Tensor, stream: Any) -> spanpack.Fetched | None:
@@ -141,7 +178,11 @@ class SampledTokens:
 
 def _only_tokens(arguments: Mapping[str, Any]) -> bool:
     """Whether nothing but tokens is to be copied, as far as the arguments are known."""
-    for name, value in arguments.items():
-        if name not in _OF_TOKENS and (name not in _OF_OTHER_COPIES or (value is not None and value is not False)):
-            return False
-    return arguments.keys() >= _OF_TOKENS
+    given = arguments.get
+    return (
+        given("logprobs_tensors") is None
+        and given("routed_experts") is None
+        and given("num_nans") is None
+        and not given("check_ep_fault")
+        and _OF_TOKENS <= arguments.keys() <= _KNOWN
+    )

@@ -32,8 +32,8 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "most pinned memory that one stage's packer may hold, in MiB",
         "1024",
     ),
-    "OMNI_RUNNER_UNTRACK": (
-        "0 leaves payloads that pile up to Python's cyclic garbage collection, as the stock runner does",
+    "OMNI_RUNNER_TUNE_PYTHON": (
+        "0 leaves Python's garbage collection and thread switching as they are, see docs/performance.md",
         "1",
     ),
     "OMNI_RUNNER_TRACE": ("folder into which each packed AR stage writes a trace of its first steps", "no trace"),
@@ -57,8 +57,8 @@ class Settings:
         ``OMNI_RUNNER_STRICT``: refuse to start rather than serve on the stock path.
     pinned_budget_bytes : int or None
         ``OMNI_RUNNER_PINNED_MIB`` in bytes; None leaves it to the packer.
-    untrack : bool
-        ``OMNI_RUNNER_UNTRACK``: keep payloads that pile up out of Python's cyclic garbage collection.
+    tune_python : bool
+        ``OMNI_RUNNER_TUNE_PYTHON``: see `interpreter`; and keep payloads that pile up out of garbage collection.
     trace_dir : Path or None
         ``OMNI_RUNNER_TRACE``: where to record steps; None records nothing.
     trace_steps : int
@@ -70,7 +70,7 @@ class Settings:
     enabled: bool = False
     strict: bool = False
     pinned_budget_bytes: int | None = None
-    untrack: bool = True
+    tune_python: bool = True
     trace_dir: Path | None = None
     trace_steps: int = _DEFAULT_TRACE_STEPS
     trace_scrub: bool = False
@@ -89,7 +89,7 @@ class Settings:
             enabled=_switch(environ, "OMNI_RUNNER"),
             strict=_switch(environ, "OMNI_RUNNER_STRICT"),
             pinned_budget_bytes=None if pinned_mib is None else pinned_mib << 20,
-            untrack=_switch(environ, "OMNI_RUNNER_UNTRACK", default=True),
+            tune_python=_switch(environ, "OMNI_RUNNER_TUNE_PYTHON", default=True),
             trace_dir=_path(environ, "OMNI_RUNNER_TRACE"),
             trace_steps=_positive(environ, "OMNI_RUNNER_TRACE_STEPS") or _DEFAULT_TRACE_STEPS,
             trace_scrub=_switch(environ, "OMNI_RUNNER_TRACE_SCRUB"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from ctypes import string_at
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -173,11 +172,14 @@ class StepReader:
             and not sparse
             and last.request_ids == request_ids
             and last.tokens == tokens
-            and last.settled == runner._downstream_payload_cache
-            and last.counts == _raw(num_scheduled_tokens)
-            and last.starts == _raw(query_start_loc, len(request_ids) + 1)
+            # The engine forgets what it has settled about a request when that has finished, not before.
+            and not scheduler_output.finished_req_ids
+            and last.num_settled == len(runner._downstream_payload_cache)
+            and type(num_scheduled_tokens) is np.ndarray
+            and last.counts == num_scheduled_tokens.tobytes()
         ):
             return last.step
+        self._last = None
         if sparse:
             _check_sparse_marker(multimodal_outputs)
         ids = list(request_ids)
@@ -194,36 +196,34 @@ class StepReader:
             sparse_index=sparse_index,
             is_sparse=is_sparse,
         )
-        self._last = None
-        counts, starts = _raw(num_scheduled_tokens), _raw(query_start_loc, len(ids) + 1)
-        settled = dict(runner._downstream_payload_cache)
-        if ids and not sparse and counts is not None and starts is not None and settled.keys() >= set(ids):
-            self._last = _Reading(ids, tokens, counts, starts, settled, step)
+        settled = runner._downstream_payload_cache
+        if (
+            ids
+            and not sparse
+            and settled.keys() >= set(ids)
+            and hasattr(scheduler_output, "finished_req_ids")
+            and isinstance(num_scheduled_tokens, np.ndarray)
+            and np.array_equal(step.starts, step.rows.cumsum() - step.rows)
+        ):
+            self._last = _Reading(ids, tokens, len(settled), num_scheduled_tokens.tobytes(), step)
         return step
+
+    def forget(self) -> None:
+        """Recognise no step as a repetition of the last one: one has passed that was not read here."""
+        self._last = None
 
 
 class _Reading(NamedTuple):
-    """A step that was read, and all that it was read from."""
+    """A step that was read, and all that it was read from.
+
+    Its rows lie one request behind the other, so that where they start follows from how many they are.
+    """
 
     request_ids: list[str]
     tokens: int
+    num_settled: int  # of how many requests the engine knew for good who consumes, all of the step's among them
     counts: bytes  # as they were given
-    starts: bytes
-    settled: dict[str, bool]  # what the engine had found out for good about every request; all of the step's are in it
     step: StepContext
-
-
-def _raw(values: Any, limit: int | None = None) -> bytes | None:
-    """The first `limit` of some host numbers as bytes; None for what is neither an array nor a flat CPU tensor.
-
-    A tensor is read where it lies: by way of NumPy the same took a tenth of a decode step's whole pack.
-    """
-    if type(values) is torch.Tensor:
-        if not values.is_cpu or values.dim() != 1 or not values.is_contiguous() or values.is_neg():
-            return None
-        count = values.numel() if limit is None else min(limit, values.numel())
-        return string_at(values.data_ptr(), count * values.itemsize)
-    return values[:limit].tobytes() if isinstance(values, np.ndarray) else None
 
 
 def _declares_sparse(multimodal_outputs: Any) -> bool:

@@ -25,9 +25,10 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """The one field of the engine's that its builder reads."""
+    """As much of the engine's as its builder and the drop-in read."""
 
     total_num_scheduled_tokens: int
+    finished_req_ids: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

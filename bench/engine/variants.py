@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bench.engine.stages import VARIANTS
+from omni_runner import interpreter
 
 OURS = "omni_runner.PackedGPUARModelRunner"
 # Where the engine's builder takes `to_payload_element` from: 0.30, and before.
@@ -33,6 +34,9 @@ class Variants:
         cls = resolve(OURS) if variant == "ours" else self._stock_cls
         if type(self._runner) is cls:
             return
+        path = getattr(self._runner, "_omni_runner_path", None)
+        if path is not None:
+            interpreter.restore(path)  # what ours asks of Python is part of ours; `on_swap` asks again
         self._runner.__class__ = cls
         on_swap = getattr(cls, "on_swap", None)
         if on_swap is not None:

@@ -162,7 +162,7 @@ class LeafTable:
         try:
             guards: Any = torch._C._dynamo.guards
             made = guards.TensorGuards(*leaves, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
-            check = guarded(made.check)
+            check = guarded(made.check, len(leaves))
             return check if check(leaves) else None
         except (AttributeError, TypeError, RuntimeError):
             return None
@@ -226,7 +226,7 @@ class LeafLooks:
     def matches(self, leaves: Sequence[Tensor]) -> bool:
         """Whether these leaves may be taken for those it was made from; fast, but may be stricter than need be."""
         if self._check is not None:
-            return len(leaves) == len(self.row_counts) and self._check(leaves)
+            return self._check(leaves)
         if not self.table.matches(leaves) or self.table.row_counts(leaves) != self.row_counts:
             return False
         self.sharpen(leaves)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .errors import ClosedError
-from .flight import Fetched
 from .plan import Column, Plan
 
 if TYPE_CHECKING:
@@ -155,32 +154,6 @@ class Snapshot:
         self._check_held()
         column = self._plan.columns[index]
         return self._view(column) if column.opaque is None else self._opaque[column.opaque]
-
-    def ahead(self, index: int) -> Fetched | None:
-        """One column as a tensor, before its bytes have landed: for those who have an event of their own to wait for.
-
-        Parameters
-        ----------
-        index
-            Which one, as in ``plan.columns``.
-
-        Returns
-        -------
-        Fetched or None
-            The tensor that `column` would return, and the event that tells when it may be read. None where there is
-            no such event or no such memory: of late packs, opaque leaves and empty columns, and of snapshots that were
-            waited for, whose columns may be read.
-
-        Raises
-        ------
-        ClosedError
-            The snapshot was released before.
-        """
-        self._check_held()
-        column, flight = self._plan.columns[index], self._flight
-        if self._landed or flight is None or self._slab is None or column.opaque is not None or not column.nbytes:
-            return None
-        return Fetched(self._view(column), flight.landed)
 
     def split(self, index: int) -> tuple[Tensor, ...]:
         """One tensor per piece of a column, in order; waits for the bytes.

@@ -70,10 +70,21 @@ def test_the_direct_store_needs_no_copy_at_all(make_packer: MakePacker) -> None:
 def test_new_addresses_of_a_few_leaves_cost_nothing(packer: Packer) -> None:
     trees = [{"x": torch.randn(64, 2048, device="cuda"), "y": torch.zeros(64, device="cuda")} for _ in range(5)]
     packer.pack(trees[0], batch()).wait()
+    uploads = packer.stats().uploads  # of the spans, which are too many to be passed
     with device_work() as work:
         for tree in trees:
             packer.pack(tree, batch()).wait()
     assert sum(work.values()) == 10, work
+    assert packer.stats().uploads == uploads == 1
+
+
+def test_a_few_runs_need_nothing_on_the_device(packer: Packer) -> None:
+    everyone = Batch(IDS, [1] * 64)
+    with device_work() as work:
+        for _ in range(5):
+            packer.pack({"x": torch.randn(64, 2048, device="cuda")}, everyone).wait()
+    assert count(work, "gather_runs") == 5
+    assert count(work, "DtoH") == 5
     assert packer.stats().uploads == 0
 
 

@@ -56,7 +56,7 @@ def test_a_leaf_that_was_freed_is_an_error_and_no_wild_read(packer: Packer) -> N
 def test_a_direct_store_that_does_not_work_is_turned_off(
     make_packer: MakePacker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail_directly(engine: cuda.CudaEngine, config: object, *, direct: bool) -> None:
+    def fail_directly(engine: cuda.CudaEngine, config: object, *, direct: bool = False) -> None:
         if direct:
             raise RuntimeError("simulated")
         self_test(engine, config, direct=direct)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from spanpack import ClosedError, ColumnSpec, cuda, gather, make_plan
+from spanpack import ColumnSpec, cuda, gather, make_plan
 from spanpack.config import ConfigTable
 from tests.support import fake_device
 from tests.support.compare import assert_same
@@ -83,33 +83,6 @@ def test_addresses_that_change_every_step_reach_the_device_in_order(rig: Rig) ->
         assert torch.equal(snapshot.column(0), leaf)
     expected = {"runs passed": 0, "addresses passed": 1, "all stored": len(leaves)}
     assert rig.device.uploads == expected[rig.way]
-
-
-def test_a_column_ahead_of_its_landing_holds_the_slab_and_has_the_event_to_wait_for(rig: Rig) -> None:
-    leaf = numbers(1)
-    snapshot = rig.pack(leaf)
-    ahead = snapshot.ahead(0)
-    assert ahead is not None
-    assert rig.device.host_waits == 0
-    ahead.landed.synchronize()
-    assert_same(ahead.tensor, leaf)
-    snapshot.wait()
-    assert snapshot.ahead(0) is None  # nothing to be ahead of
-    snapshot.release()
-    with pytest.raises(ClosedError):
-        snapshot.ahead(0)
-    other = numbers(2)
-    assert_same(rig.pack(other).column(0), other)
-    assert_same(ahead.tensor, leaf)
-
-
-def test_no_column_is_ahead_where_there_is_nothing_to_wait_for(rig: Rig) -> None:
-    empty, leaf = torch.zeros(3, 0), numbers(1)
-    assert rig.pack(empty).ahead(0) is None
-    rig.pool.budget_bytes = 0
-    late = rig.pack(leaf)
-    assert late.ahead(0) is None
-    assert_same(late.column(0), leaf)
 
 
 def test_views_asked_for_before_landing_wait(rig: Rig) -> None:

@@ -95,7 +95,9 @@ def test_every_step_is_the_engines(seed: int, output_type: str) -> None:
         for runner in runners:
             set_batch(runner, names, rows)
             scheduled = SimpleNamespace(
-                total_num_scheduled_tokens=sum(rows), num_scheduled_tokens=dict(zip(names, rows, strict=True))
+                finished_req_ids=set(),
+                total_num_scheduled_tokens=sum(rows),
+                num_scheduled_tokens=dict(zip(names, rows, strict=True)),
             )
             outputs.append(vars(sample(runner, hidden, multimodal, scheduler_output=scheduled).get_output()))
         assert_same(outputs[1], outputs[0], f"step {step}")

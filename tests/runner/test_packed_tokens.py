@@ -83,3 +83,26 @@ def test_nothing_of_a_step_that_fails_after_its_pack_is_kept(monkeypatch):
     assert path.pending is None
     assert path._sampled_tokens._expected is None
     assert rig.pool.in_use == 0
+
+
+@pytest.mark.parametrize("builder", ["its thread", "closed"])
+def test_promised_tokens_are_kept(builder: str) -> None:
+    """They become a tensor on the builder thread; where that is closed, `get_output` makes them."""
+    hidden, multimodal = payload()
+    multimodal = {"codes": multimodal["codes"]}
+    rig, runner = Rig(), make_runner(PackedGPUARModelRunner)
+    bookkeeping = runner._bookkeeping_sync
+
+    def remember(scheduled: Any, sampled: Any, *others: Any) -> Any:
+        runner.input_batch.prev_sampled_token_ids = sampled.sampled_token_ids
+        return bookkeeping(scheduled, sampled, *others)
+
+    runner._bookkeeping_sync = remember
+    path = simulated(rig, runner)
+    if builder == "closed":
+        path.builder_thread.close()
+    output = sample(runner, hidden, multimodal)
+    assert output.sampled_token_ids_cpu.shape == (4, 1)
+    assert runner.omni_runner_stats().tokens_packed == 1
+    assert output.get_output().sampled_token_ids == [[0], [], [2], [3]]
+    assert isinstance(output.sampled_token_ids_cpu, torch.Tensor) == (builder == "its thread")

@@ -454,3 +454,16 @@ def test_payloads_get_storages_of_their_own_where_they_are_pickled(config: Any, 
 
     runner = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=config))
     assert _crosses_processes(runner) is crosses
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_python_is_tuned_while_the_path_is_open(monkeypatch: pytest.MonkeyPatch, *, wanted: bool) -> None:
+    asked: list[tuple[str, object]] = []
+    monkeypatch.setattr("omni_runner.interpreter.tune", lambda path: asked.append(("tune", path)))
+    monkeypatch.setattr("omni_runner.interpreter.restore", lambda path: asked.append(("restore", path)))
+    monkeypatch.setenv("OMNI_RUNNER_TUNE_PYTHON", str(int(wanted)))
+    runner = make_runner(PackedGPUARModelRunner)
+    run(runner, *payload())
+    path = path_of(runner)
+    path.close()
+    assert asked == [("tune", path)] * wanted + [("restore", path)]

@@ -64,19 +64,37 @@ def test_it_goes_on_the_engines_stream_for_tokens(monkeypatch: pytest.MonkeyPatc
     assert copy.copied == 1
 
 
-def in_the_pack(answer: spanpack.Fetched | None) -> Any:
+class InThePack:
     """Stands for a `PackedStep`."""
-    return SimpleNamespace(tokens=lambda: answer)
+
+    def __init__(self) -> None:
+        self.waits = 0
+        self.made_tokens: torch.Tensor | None = None
+
+    def arrive(self) -> None:
+        self.waits += 1
+
+    def tokens(self) -> torch.Tensor:
+        if self.made_tokens is None:
+            self.arrive()
+            self.made_tokens = TOKENS.clone()
+        return self.made_tokens
 
 
-def test_tokens_that_are_in_their_steps_pack_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed, copier = fetched(), Copier(fetched())
+def test_tokens_that_are_in_their_steps_pack_are_promised_and_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    step: Any = InThePack()
+    copier = Copier(fetched())
     copy = sampled(monkeypatch, copier)
-    copy.expect(TOKENS, in_the_pack(packed))
+    copy.expect(TOKENS, step)
     fields = copy.fields(arguments())
     assert fields is not None
-    assert fields["sampled_token_ids_cpu"] is packed.tensor
-    assert fields["async_copy_ready_event"] is packed.landed
+    promised, event = fields["sampled_token_ids_cpu"], fields["async_copy_ready_event"]
+    assert (step.waits, promised.kept) == (0, None)
+    event.synchronize()
+    assert (step.waits, promised.kept) == (1, None)
+    assert promised.shape[-1] == 1
+    assert promised.tolist() == TOKENS.tolist()
+    assert promised.kept is step.made_tokens
     assert (copy.packed, copy.copied) == (1, 0)
     assert copier.streams == []
     copy.fields(arguments())  # of a step without a pack
@@ -92,12 +110,12 @@ def test_an_output_that_wants_other_copies_leaves_tokens_out_of_the_next_pack(mo
     assert tokens.wanted
 
 
-@pytest.mark.parametrize("what", ["other tokens", "not in there", "forgotten"])
+@pytest.mark.parametrize("what", ["other tokens", "forgotten"])
 def test_all_others_are_copied(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     copier = Copier(fetched())
     copy = sampled(monkeypatch, copier)
-    packed = in_the_pack(None if what == "not in there" else fetched())
-    copy.expect(TOKENS.clone() if what == "other tokens" else TOKENS, packed)
+    step: Any = InThePack()
+    copy.expect(TOKENS.clone() if what == "other tokens" else TOKENS, step)
     if what == "forgotten":
         copy.forget()
     fields = copy.fields(arguments())
