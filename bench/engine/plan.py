@@ -25,6 +25,7 @@ LAG_STEPS = 240
 STUCK_S = 60.0  # after which a process ends that should have finished one measurement long ago
 # Seconds that a thing may take, until one of its kind has been done here.
 EXPECTED_S = {"cells": 6.0, "consumer": 6.0, "backlog reference": 8.0, "backlog": 14.0, "traces": 4.0, "profile": 8.0}
+_TWO = ("stock", "ours")  # of which alone the costlier extras are made
 _MARGIN = 1.2  # on what the last one took
 CellKey = tuple[str, int, bool]  # variant, requests, sender
 
@@ -153,7 +154,7 @@ class Plan:
 
         for sender in (True, False):
             for variant in self.args.variants:
-                if variant != "stock_batched_clones":
+                if variant in _TWO:
                     name = f"profile {variant} sender {sender}"
                     self._attempt(name, "profile", partial(profile, variant, sender))
 
@@ -188,7 +189,7 @@ class Plan:
 
         self._attempt("backlog reference", "backlog reference", reference)
         for variant in sorted(self.args.variants, key=lambda variant: variant != "ours"):  # ours matters most
-            if variant != "stock_batched_clones" and trails:
+            if variant in _TWO and trails:
                 self._attempt(f"backlog {variant}", "backlog", partial(lag, variant))
 
     def _record_traces(self) -> None:

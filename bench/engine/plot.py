@@ -39,8 +39,13 @@ LEGEND = {
     "sample_tokens": "sample_tokens", "snapshot": "snapshot", "output_object": "output object",
     "get_output": "get_output (waits)", "builder": "payload builder", "send": "chunk sender",
 }  # fmt: skip
-VARIANT_COLOURS = {"stock": "#94a3b8", "stock_batched_clones": "#60a5fa", "ours": "#7c3aed"}
-VARIANT_NAMES = {"stock": "stock", "stock_batched_clones": "stock, clones batched", "ours": "omni-runner"}
+VARIANT_COLOURS = {"stock": "#94a3b8", "stock_batched_clones": "#60a5fa", "stock_tuned": "#38bdf8", "ours": "#7c3aed"}
+VARIANT_NAMES = {
+    "stock": "stock",
+    "stock_batched_clones": "stock, clones batched",
+    "stock_tuned": "the same, Python tuned",
+    "ours": "omni-runner",
+}
 STAGE_NAMES = {"thinker": "Qwen3-Omni Thinker", "talker": "Qwen3-Omni Talker", "tts": "Qwen3-TTS"}
 
 

@@ -11,7 +11,7 @@ _QWEN3_OMNI = {"model_arch": "Qwen3OmniMoeForConditionalGeneration", "skip_mm_pr
 
 
 #: What is compared; `variants.py` puts them into a live engine.
-VARIANTS = ("stock", "stock_batched_clones", "ours")
+VARIANTS = ("stock", "stock_batched_clones", "stock_tuned", "ours")
 #: Beside the table: timelines of a few steps, a process that takes the chunks, a consumer that lags without limit, and
 #: recorded steps.
 EXTRAS = ("profile", "consumer", "backlog", "traces")

@@ -30,13 +30,15 @@ class Variants:
     def apply(self, variant: str) -> None:
         if variant not in VARIANTS:
             raise ValueError(f"variant {variant!r}: expected one of {', '.join(VARIANTS)}")
-        self._patch.install(variant == "stock_batched_clones")
-        cls = resolve(OURS) if variant == "ours" else self._stock_cls
-        if type(self._runner) is cls:
-            return
+        self._patch.install(variant in ("stock_batched_clones", "stock_tuned"))
+        # What ours asks of Python is part of ours, and of nothing else but `stock_tuned`.
+        interpreter.restore(self)
         path = getattr(self._runner, "_omni_runner_path", None)
         if path is not None:
-            interpreter.restore(path)  # what ours asks of Python is part of ours; `on_swap` asks again
+            interpreter.restore(path)
+        if variant == "stock_tuned":
+            interpreter.tune(self)
+        cls = resolve(OURS) if variant == "ours" else self._stock_cls
         self._runner.__class__ = cls
         on_swap = getattr(cls, "on_swap", None)
         if on_swap is not None:

@@ -122,20 +122,20 @@ def test_probes_time_garbage_collections_while_on() -> None:
 class TestPlan:
     def test_hashed_passes_are_made_whatever_they_take(self, plan: Plan, bench: FakeBench) -> None:
         bench.costs_s["hashed"] = 1.0
-        plan.turn(Phase("verify"), 8.5)
-        assert [entry.split()[1] for entry in bench.done] == ["64"] * 3 + ["8"] * 3 + ["1"] * 3
+        plan.turn(Phase("verify"), 11.5)
+        assert [entry.split()[1] for entry in bench.done] == [count for count in ("64", "8", "1") for _ in VARIANTS]
         assert not written(plan)["skipped"]
 
     def test_without_any_time_they_are_skipped(self, plan: Plan, bench: FakeBench) -> None:
         plan.turn(Phase("verify"), 0.0)
         assert not bench.done
-        assert len(written(plan)["skipped"]) == 3 * 1  # without stock's there is nothing to compare with
+        assert len(written(plan)["skipped"]) == 3  # of requests; without stock's there is nothing to compare with
 
     def test_rows_and_consumed_have_one_form(self, plan: Plan) -> None:
         for phase in (Phase("verify"), Phase("cells", 64), Phase("consumer")):
             plan.turn(phase, 100.0)
         result = written(plan)
-        assert len(result["rows"]) == 6
+        assert len(result["rows"]) == 2 * len(VARIANTS)
         assert [row["variant"] for row in result["consumed"]] == list(VARIANTS)
         assert {tuple(row) for row in [*result["rows"], *result["consumed"]]} == {tuple(result["rows"][0])}
         for row in result["consumed"]:
@@ -156,9 +156,9 @@ class TestPlan:
 
     def test_nothing_is_begun_that_would_not_end_in_time(self, plan: Plan, bench: FakeBench) -> None:
         bench.costs_s["measured"] = 3.0
-        plan.turn(Phase("cells", 64), 11.5)
-        # Three take 9 s; what the last one took does not fit any more.
-        assert bench.done == ["stock 64 ", "stock_batched_clones 64 ", "ours 64 "]
+        plan.turn(Phase("cells", 64), 14.5)
+        # Four take 12 s; what the last one took does not fit any more.
+        assert bench.done == [f"{variant} 64 " for variant in VARIANTS]
         assert written(plan)["skipped"] == [f"{variant} 64 sender True" for variant in VARIANTS]
 
     def test_what_fails_is_noted(self, plan: Plan, bench: FakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ class TestPlan:
         monkeypatch.setattr(bench, "measured", broken)
         plan.turn(Phase("consumer"), 100.0)
         assert [error["at"] for error in written(plan)["errors"]] == [f"{name} 64 with a consumer" for name in VARIANTS]
-        assert bench.done == ["recovered"] * 3
+        assert bench.done == ["recovered"] * len(VARIANTS)
 
 
 FAKE_STAGE = textwrap.dedent(

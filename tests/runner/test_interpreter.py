@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from omni_runner import interpreter
-from omni_runner.interpreter import FULL_COLLECTION_THRESHOLD, SWITCH_INTERVAL_S, restore, tune
+from omni_runner.interpreter import COLLECTION_THRESHOLDS, SWITCH_INTERVAL_S, restore, tune
 
 
 class Stage:
@@ -19,7 +19,7 @@ class Stage:
 @pytest.fixture(autouse=True)
 def defaults() -> Iterator[None]:
     threshold, interval = gc.get_threshold(), sys.getswitchinterval()
-    gc.set_threshold(700, 10, FULL_COLLECTION_THRESHOLD[0])
+    gc.set_threshold(700, *COLLECTION_THRESHOLDS[0])
     sys.setswitchinterval(SWITCH_INTERVAL_S[0])
     before = list(interpreter._stages)
     interpreter._stages.clear()
@@ -34,8 +34,8 @@ def settings() -> tuple[tuple[int, int, int], float]:
     return gc.get_threshold(), sys.getswitchinterval()
 
 
-PYTHONS = (700, 10, FULL_COLLECTION_THRESHOLD[0]), SWITCH_INTERVAL_S[0]
-OURS = (700, 10, FULL_COLLECTION_THRESHOLD[1]), SWITCH_INTERVAL_S[1]
+PYTHONS = (700, *COLLECTION_THRESHOLDS[0]), SWITCH_INTERVAL_S[0]
+OURS = (700, *COLLECTION_THRESHOLDS[1]), SWITCH_INTERVAL_S[1]
 
 
 def test_they_are_put_back_when_the_last_stage_is_closed() -> None:
