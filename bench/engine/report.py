@@ -230,6 +230,13 @@ AIMS: dict[str, tuple[Aim, ...]] = {
             1,
             True,
         ),
+        Aim(
+            "tokens/s with the sender, ours / the same with Python tuned",
+            lambda m: m.rate("ours", True) / m.rate("stock_tuned", True),
+            ">=",
+            1,
+            True,
+        ),
         Aim("sample_tokens, stock / ours", lambda m: m.less("sample_tokens", False), ">=", 2),
         Aim("sample_tokens with the sender, stock / ours", lambda m: m.less("sample_tokens", True), ">=", 3, True),
         _HANDOVER,
