@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from omni_runner.builder_thread import BuilderThread
 from omni_runner.errors import BuilderThreadClosed
-from omni_runner.sampled_tokens import PromisedTokens, SampledTokens, stores_as_known
+from omni_runner.sampled_tokens import Landed, PromisedTokens, SampledTokens, stores_as_known
 
 if TYPE_CHECKING:
     from omni_runner.compat import Upstream
 
+_LANDED = Landed()
 _OUTPUT_NAME = "OmniAsyncGPUModelRunnerOutput"
 _EngineOutput: Any = object  # the real base is added by `make_async_output_cls`
 
@@ -85,7 +86,7 @@ class PackedAsyncOutputMixin(_EngineOutput):
         self._build_output_in_background()
         promised = vars(self).get("sampled_token_ids_cpu")
         if type(promised) is PromisedTokens and promised.kept is not None:
-            self.sampled_token_ids_cpu = promised.kept
+            self.sampled_token_ids_cpu, self.async_copy_ready_event = promised.kept, _LANDED
 
 
 def make_async_output_cls(
@@ -120,24 +121,22 @@ class constructed_as:
     """Lets `sample_tokens` construct `output_cls` where it names the engine's class.
 
     The name stays as it is if something else has been put there, such as another runner's class in the middle of its
-    own step: outputs of any class take builders of any runner. May be entered again once it was left.
+    own step: outputs of any class take builders of any runner. One object serves step after step.
     """
 
-    __slots__ = ("_engine_output_cls", "_is_ours", "_namespace", "_output_cls")
+    __slots__ = ("_engine_output_cls", "_namespace", "_output_cls")
 
     def __init__(self, upstream: Upstream, output_cls: type[Any]) -> None:
         self._namespace = vars(upstream.runner_module)
         self._engine_output_cls = upstream.async_output_cls
         self._output_cls = output_cls
-        self._is_ours = False
 
     def __enter__(self) -> None:
-        self._is_ours = self._namespace.get(_OUTPUT_NAME) is self._engine_output_cls
-        if self._is_ours:
+        if self._namespace.get(_OUTPUT_NAME) is self._engine_output_cls:
             self._namespace[_OUTPUT_NAME] = self._output_cls
 
     def __exit__(self, *_: object) -> None:
-        if self._is_ours:
+        if self._namespace.get(_OUTPUT_NAME) is self._output_cls:
             self._namespace[_OUTPUT_NAME] = self._engine_output_cls
 
 

@@ -19,47 +19,62 @@ import gc
 import logging
 import sys
 import threading
-from weakref import WeakSet
+import weakref
+from collections.abc import Callable
 
 logger = logging.getLogger("vllm.omni_runner")
 
-# Thresholds of the middle and the oldest generation: Python's (up to 3.13; later ones are without), and ours.
-COLLECTION_THRESHOLDS = (10, 10), (4, 2500)
-# Python's, and ours. A Thinker of 64 requests beside its sender (0.30, H200) made 4,300 tokens/s with 5 ms, 4,680 with
+PYTHONS_THRESHOLDS = ((700, 10, 10), (2000, 10, 10))  # up to 3.12, and 3.13; later ones have no oldest generation
+OLDER_THRESHOLDS = 4, 2500  # ours, of the middle and the oldest generation
+PYTHONS_SWITCH_INTERVAL_S = 0.005
+# Ours. A Thinker of 64 requests beside its sender (0.30, H200) made 4,300 tokens/s with 5 ms, 4,680 with
 # 1 ms, 4,750 with 0.2 ms, and 3,860 with 0.05 ms, where threads do little but take turns.
-SWITCH_INTERVAL_S = 0.005, 0.0005
+SWITCH_INTERVAL_S = 0.0005
 
-_lock = threading.Lock()
-_stages: WeakSet[object] = WeakSet()
+_lock = threading.RLock()  # garbage collection can bring a stage's end onto a thread that is in here
+_stages: set[int] = set()  # their ids, of those that live
+_put_back: list[Callable[[], None]] = []  # what was changed, for the last of them
 
 
 def tune(stage: object) -> None:
-    """Change the settings for `stage`; harmless when repeated."""
+    """Change the settings for `stage`, until `restore` or its end; harmless when repeated."""
+    key, changed = id(stage), False
     with _lock:
-        if stage not in _stages:
-            _stages.add(stage)
-            logger.info(
-                "omni_runner: Python collects all garbage less often and switches threads sooner; "
-                "OMNI_RUNNER_TUNE_PYTHON=0 leaves it as it is"
-            )
-        _set(*COLLECTION_THRESHOLDS, *SWITCH_INTERVAL_S)
+        if key not in _stages:
+            weakref.finalize(stage, _leave, key).atexit = False
+            _stages.add(key)
+            if len(_stages) == 1:
+                changed = _change()
+    if changed:
+        logger.info(
+            "omni_runner: Python collects all garbage less often and switches threads sooner; "
+            "OMNI_RUNNER_TUNE_PYTHON=0 leaves it as it is"
+        )
 
 
 def restore(stage: object) -> None:
     """Put them back, unless another stage is left that wants them. Harmless when repeated, or without `tune`."""
+    _leave(id(stage))
+
+
+def _leave(key: int) -> None:
     with _lock:
-        if stage in _stages:
-            _stages.discard(stage)
-            if not _stages:
-                _set(*COLLECTION_THRESHOLDS[::-1], *SWITCH_INTERVAL_S[::-1])
+        if key in _stages:
+            _stages.discard(key)
+            while _put_back and not _stages:
+                _put_back.pop()()
 
 
-def _set(
-    thresholds_before: tuple[int, int], thresholds: tuple[int, int], interval_before: float, interval: float
-) -> None:
-    """Change what is as it was left."""
-    youngest, *older = gc.get_threshold()
-    if tuple(older) == thresholds_before:
-        gc.set_threshold(youngest, *thresholds)
-    if sys.getswitchinterval() == interval_before:
-        sys.setswitchinterval(interval)
+def _change() -> bool:
+    """Change what is at Python's defaults; whether anything was."""
+    thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
+    if thresholds in PYTHONS_THRESHOLDS:
+        ours = (thresholds[0], *OLDER_THRESHOLDS)
+        gc.set_threshold(*ours)
+        _put_back.append(lambda: gc.set_threshold(*thresholds) if gc.get_threshold() == ours else None)
+    if interval == PYTHONS_SWITCH_INTERVAL_S:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        _put_back.append(
+            lambda: sys.setswitchinterval(interval) if sys.getswitchinterval() == SWITCH_INTERVAL_S else None
+        )
+    return bool(_put_back)

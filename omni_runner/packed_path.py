@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -33,7 +32,7 @@ logger = logging.getLogger("vllm.omni_runner")
 
 LOG_EVERY_STEPS = 1000
 CLOSE_TIMEOUT_S = 1.0
-SPAN = "omni_async_output:snapshot_cpu_payload"  # the engine's own name for it
+SPAN = "omni_async_output:snapshot_cpu_payload"
 NO_METADATA = "the step's metadata did not come before its payload"
 FOREIGN_SNAPSHOT = "the engine's snapshot helper has been replaced by something else"
 
@@ -61,9 +60,8 @@ class PackedPath:
         self.constructs_ours = constructed_as(upstream, self.output_cls)
         self._packs_tokens = self.output_cls._sampled_tokens is not None
         self.pending: PendingStep | None = None
-        # Under a profiler packing is a span, as the engine's snapshot is; else not even a `nullcontext` is made.
-        if not isinstance(upstream.record_function(SPAN), nullcontext):
-            self.pack = _in_span(upstream, self.pack)  # type: ignore[method-assign]
+        # Whether the engine was asked to mark what it does for a profiler. If not, not even a `nullcontext` is made.
+        self.marks_spans = not isinstance(upstream.record_function(SPAN), nullcontext)
         self._reader = StepReader(upstream)
         self._packer: spanpack.Packer | None = None
         self._steps: StepPacker | None = None
@@ -76,10 +74,6 @@ class PackedPath:
         """Drop what is known of the step that is over, also where it failed halfway."""
         self.pending = None
         self._sampled_tokens.forget()
-
-    def leave_to_engine(self) -> None:
-        """Take note of a step that is not looked at here at all: the next one repeats no step that was."""
-        self._reader.forget()
 
     def take_pending(self, hidden_states: Tensor, multimodal_outputs: Any) -> PendingStep | None:
         """Return the metadata of the step that these tensors belong to; it is handed out once."""
@@ -146,18 +140,26 @@ class PackedPath:
                 multimodal_outputs=multimodal_outputs,
                 tokens=tokens,
             )
-            if tokens is not None and packed.has_tokens:
-                self._sampled_tokens.expect(tokens, packed)
-            (self.counters.count_columns if step.consumers else self.counters.count_empty)()
+            if tokens is not None:
+                self._sampled_tokens.expected = tokens, packed
+            if step.consumers:
+                self.counters.columns += 1
+            else:
+                self.counters.empty += 1
             return packed
         except NotCovered as reason:
             payload = runner._build_omni_async_snapshot_payload(
                 hidden_states=hidden_states, multimodal_outputs=multimodal_outputs, **others
             )
-            tree = steps.pack_whole(payload)
+            no_rows = torch.empty((0, *hidden_states.shape[1:]), dtype=hidden_states.dtype)
+            tree = steps.pack_whole(payload, no_rows)
             self.counters.count_mirror(str(reason))
-            tree.hidden_states = torch.empty((0, *hidden_states.shape[1:]), dtype=hidden_states.dtype)
             return tree
+
+    def pack_in_span(self, *args: Any, **kwargs: Any) -> PackedStep | PackedTree:
+        """Pack, as a span of the name that the engine's snapshot has."""
+        with self.upstream.record_function(SPAN):
+            return self.pack(*args, **kwargs)
 
     def build(self, runner: Any, build_stock: Callable[..., Any], step: Mapping[str, Any]) -> Any:
         """Build the output of a packed step.
@@ -195,6 +197,7 @@ class PackedPath:
 
     def close(self) -> None:
         """Finish what is in flight, within a bound, and give the memory back. Harmless when repeated."""
+        self._tunes_python = False
         interpreter.restore(self)
         finished = self.builder_thread.close(CLOSE_TIMEOUT_S)
         logger.debug("omni_runner: closing: %s", self.stats())
@@ -270,15 +273,6 @@ class PackedPath:
         else:
             if written is not None:
                 logger.info("omni_runner: wrote the trace %s", written)
-
-
-def _in_span(upstream: Upstream, function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        with upstream.record_function(SPAN):
-            return function(*args, **kwargs)
-
-    return recorded
 
 
 def _check_covered(runner: Any, postprocessed: bool) -> None:

@@ -43,19 +43,18 @@ class PackedPayload:
 
     __slots__ = ("snapshot",)
 
-    hidden_states = _NO_ROWS
-    staged_hidden_states_cpu = None
-
+    hidden_states: Tensor
+    staged_hidden_states_cpu = None  # the engine's fourth field
     snapshot: spanpack.Snapshot | None
 
     @property
     def multimodal_outputs(self) -> PackedPayload:
-        """See above."""
+        """The object itself."""
         return self
 
     @property
     def async_payload(self) -> PackedPayload:
-        """See above."""
+        """The object itself."""
         return self
 
     def wait(self) -> None:
@@ -96,6 +95,8 @@ class PackedStep(PackedPayload):
 
     __slots__ = ("lowering", "made_tokens", "step", "values")
 
+    hidden_states = _NO_ROWS
+
     def __init__(
         self,
         step: StepContext,
@@ -120,7 +121,11 @@ class PackedStep(PackedPayload):
             assert self.snapshot is not None
             assert self.lowering is not None
             assert self.lowering.tokens is not None
-            self.made_tokens = self.snapshot.column(self.lowering.tokens)
+            try:
+                self.made_tokens = self.snapshot.column(self.lowering.tokens)
+            except spanpack.ClosedError:  # released meanwhile, by a builder that has made them before
+                if self.made_tokens is None:
+                    raise
         return self.made_tokens
 
 
@@ -129,11 +134,13 @@ class PackedTree(PackedPayload):
 
     __slots__ = ("_spec", "_values", "hidden_states")
 
-    def __init__(self, spec: TreeSpec, values: Sequence[Any], snapshot: spanpack.Snapshot | None) -> None:
+    def __init__(
+        self, spec: TreeSpec, values: Sequence[Any], snapshot: spanpack.Snapshot | None, no_rows: Tensor
+    ) -> None:
         self._spec = spec
         self._values = values
         self.snapshot = snapshot
-        self.hidden_states = _NO_ROWS
+        self.hidden_states = no_rows
 
     def payload(self) -> Any:
         """The tree as it was packed, its tensors on the host; waits for the bytes.
@@ -267,8 +274,15 @@ class StepPacker:
             return str(reason)
         return _REFUSED if found is None else found
 
-    def pack_whole(self, tree: Any) -> PackedTree:
+    def pack_whole(self, tree: Any, no_rows: Tensor = _NO_ROWS) -> PackedTree:
         """Pack every tensor of a payload tree as it is.
+
+        Parameters
+        ----------
+        tree
+            What the engine's own snapshot would bring to the host.
+        no_rows
+            ``[0, ...]``, in the place of the stage's hidden rows.
 
         Raises
         ------
@@ -284,7 +298,7 @@ class StepPacker:
             whole = _Whole(seen.spec, plan)
             self._whole_plans.keep(seen, None, whole, None if plan is None else plan.signature)
         snapshot = None if whole.plan is None else self._packer.run(whole.plan, seen.leaves, validate=False)
-        return PackedTree(whole.spec, seen.values, snapshot)
+        return PackedTree(whole.spec, seen.values, snapshot, no_rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

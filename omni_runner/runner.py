@@ -50,8 +50,8 @@ class PackedRunnerMixin(_EngineRunner):
     def _snapshot_omni_output_tensors_for_async_output(
         self, *, use_async_omni_output: bool, hidden_states: Any, multimodal_outputs: Any, **others: Any
     ) -> Any:
-        path = self._omni_runner_path or path_of(self)
         if use_async_omni_output:
+            path = self._omni_runner_path or path_of(self)
             pending = path.take_pending(hidden_states, multimodal_outputs)
             if pending is None:
                 path.counters.count_stock(NO_METADATA)
@@ -59,7 +59,7 @@ class PackedRunnerMixin(_EngineRunner):
                 path.counters.count_stock(FOREIGN_SNAPSHOT)
             else:
                 try:
-                    return path.pack(
+                    return (path.pack_in_span if path.marks_spans else path.pack)(
                         self,
                         pending,
                         hidden_states=hidden_states,
@@ -70,7 +70,6 @@ class PackedRunnerMixin(_EngineRunner):
                     path.counters.count_stock(str(reason))
                 except Exception as failure:  # noqa: BLE001  the engine's own snapshot serves this step
                     path.counters.count_failure(failure)
-        path.leave_to_engine()
         return super()._snapshot_omni_output_tensors_for_async_output(
             use_async_omni_output=use_async_omni_output,
             hidden_states=hidden_states,

@@ -63,7 +63,8 @@ class PromisedTokens:
     """Stands for tokens that are in the pack, and for the event that they wait for, until the builder has made them.
 
     To make a tensor costs more than all else of an output. The decode thread leaves it to the builder, whose work
-    `get_output` waits for; whoever looks earlier gets the tensor too, and waits for the bytes.
+    `get_output` waits for. Until then this has the tensor's attributes and methods, which wait for the bytes; it is no
+    tensor to torch's functions.
 
     Attributes
     ----------
@@ -86,7 +87,16 @@ class PromisedTokens:
         self._step.arrive()
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # asked for by whoever copies or inspects objects
+            raise AttributeError(name)
         return getattr(self._step.tokens(), name)
+
+
+class Landed:
+    """The event of tokens that are on the host."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
 
 
 class SampledTokens:
@@ -98,6 +108,8 @@ class SampledTokens:
         How often it has started a copy.
     packed
         How often the tokens were in the pack of their step.
+    expected
+        Tokens, and the step whose pack they may be in. The next output takes them from there if they are its own.
     wanted
         Whether the next output is likely to take tokens from here: the last one did, and nothing has failed.
     """
@@ -105,18 +117,14 @@ class SampledTokens:
     def __init__(self) -> None:
         self.copied = self.packed = 0
         self.wanted = True
-        self._expected: tuple[Tensor, PackedStep] | None = None
+        self.expected: tuple[Tensor, PackedStep] | None = None
         self._fetcher: spanpack.Fetcher | None = None
         self._stream: Any = None
         self._failed = False
 
-    def expect(self, tokens: Tensor, step: PackedStep) -> None:
-        """Have the tokens of the next output taken out of the pack of its step, if they are these very tokens."""
-        self._expected = tokens, step
-
     def forget(self) -> None:
         """Expect nothing: the step is over, or has failed."""
-        self._expected = None
+        self.expected = None
 
     def fields(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         """What vLLM's ``__init__`` would have stored, with the copy under way; None where the engine has to do it.
@@ -126,14 +134,14 @@ class SampledTokens:
         arguments
             Of vLLM's output object.
         """
-        expected, self._expected = self._expected, None
+        expected, self.expected = self.expected, None
         self.wanted = not self._failed and _only_tokens(arguments)
         if not self.wanted:
             return None
         tokens, stream = arguments["sampled_token_ids"], arguments["async_output_copy_stream"]
         tokens_cpu: Tensor | PromisedTokens
         landed: Any
-        if expected is not None and expected[0] is tokens:
+        if expected is not None and expected[0] is tokens and expected[1].has_tokens:
             self.packed += 1
             tokens_cpu = landed = PromisedTokens(expected[1])
         else:
@@ -170,7 +178,7 @@ class SampledTokens:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._expected = None
+        self.expected = None
         fetcher, self._fetcher = self._fetcher, None
         if fetcher is not None:
             fetcher.close()

@@ -61,19 +61,11 @@ class StepCounters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._columns = 0
-        self._empty = 0
+        self.columns = 0  # steps packed as columns, and steps without consumers; only the engine's thread counts them
+        self.empty = 0
         self._mirror: Counter[str] = Counter()
         self._stock: Counter[str] = Counter()
         self._builder_ns = 0
-
-    def count_columns(self) -> None:
-        """Count a step packed as columns; only the engine's thread does."""
-        self._columns += 1
-
-    def count_empty(self) -> None:
-        """Count a step without consumers; only the engine's thread does."""
-        self._empty += 1
 
     def count_mirror(self, reason: str) -> None:
         """Count a step that was packed whole; the first of its reason is logged."""
@@ -100,8 +92,8 @@ class StepCounters:
         """Return the counters as they are now."""
         with self._lock:
             return RunnerStats(
-                columns=self._columns,
-                empty=self._empty,
+                columns=self.columns,
+                empty=self.empty,
                 mirror=dict(self._mirror),
                 stock=dict(self._stock),
                 builder_s=self._builder_ns / 1e9,

@@ -172,14 +172,11 @@ class StepReader:
             and not sparse
             and last.request_ids == request_ids
             and last.tokens == tokens
-            # The engine forgets what it has settled about a request when that has finished, not before.
-            and not scheduler_output.finished_req_ids
-            and last.num_settled == len(runner._downstream_payload_cache)
+            and last.settled == list(map(runner._downstream_payload_cache.get, request_ids))
             and type(num_scheduled_tokens) is np.ndarray
             and last.counts == num_scheduled_tokens.tobytes()
         ):
             return last.step
-        self._last = None
         if sparse:
             _check_sparse_marker(multimodal_outputs)
         ids = list(request_ids)
@@ -196,21 +193,17 @@ class StepReader:
             sparse_index=sparse_index,
             is_sparse=is_sparse,
         )
-        settled = runner._downstream_payload_cache
+        self._last = None
+        settled = list(map(runner._downstream_payload_cache.get, ids))
         if (
             ids
             and not sparse
-            and settled.keys() >= set(ids)
-            and hasattr(scheduler_output, "finished_req_ids")
+            and None not in settled
             and isinstance(num_scheduled_tokens, np.ndarray)
             and np.array_equal(step.starts, step.rows.cumsum() - step.rows)
         ):
-            self._last = _Reading(ids, tokens, len(settled), num_scheduled_tokens.tobytes(), step)
+            self._last = _Reading(ids, tokens, settled, num_scheduled_tokens.tobytes(), step)
         return step
-
-    def forget(self) -> None:
-        """Recognise no step as a repetition of the last one: one has passed that was not read here."""
-        self._last = None
 
 
 class _Reading(NamedTuple):
@@ -221,7 +214,7 @@ class _Reading(NamedTuple):
 
     request_ids: list[str]
     tokens: int
-    num_settled: int  # of how many requests the engine knew for good who consumes, all of the step's among them
+    settled: list[bool]  # what the engine had found out for good about every request: whether it consumes
     counts: bytes  # as they were given
     step: StepContext
 

@@ -25,10 +25,9 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """As much of the engine's as its builder and the drop-in read."""
+    """The one field of the engine's that its builder reads."""
 
     total_num_scheduled_tokens: int
-    finished_req_ids: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

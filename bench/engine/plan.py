@@ -25,7 +25,7 @@ LAG_STEPS = 240
 STUCK_S = 60.0  # after which a process ends that should have finished one measurement long ago
 # Seconds that a thing may take, until one of its kind has been done here.
 EXPECTED_S = {"cells": 6.0, "consumer": 6.0, "backlog reference": 8.0, "backlog": 14.0, "traces": 4.0, "profile": 8.0}
-_TWO = ("stock", "ours")  # of which alone the costlier extras are made
+_STOCK_AND_OURS = ("stock", "ours")  # of which alone the costlier extras are made
 _MARGIN = 1.2  # on what the last one took
 CellKey = tuple[str, int, bool]  # variant, requests, sender
 
@@ -154,7 +154,7 @@ class Plan:
 
         for sender in (True, False):
             for variant in self.args.variants:
-                if variant in _TWO:
+                if variant in _STOCK_AND_OURS:
                     name = f"profile {variant} sender {sender}"
                     self._attempt(name, "profile", partial(profile, variant, sender))
 
@@ -189,7 +189,7 @@ class Plan:
 
         self._attempt("backlog reference", "backlog reference", reference)
         for variant in sorted(self.args.variants, key=lambda variant: variant != "ours"):  # ours matters most
-            if variant in _TWO and trails:
+            if variant in _STOCK_AND_OURS and trails:
                 self._attempt(f"backlog {variant}", "backlog", partial(lag, variant))
 
     def _record_traces(self) -> None:

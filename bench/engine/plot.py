@@ -43,7 +43,7 @@ VARIANT_COLOURS = {"stock": "#94a3b8", "stock_batched_clones": "#60a5fa", "stock
 VARIANT_NAMES = {
     "stock": "stock",
     "stock_batched_clones": "stock, clones batched",
-    "stock_tuned": "the same, Python tuned",
+    "stock_tuned": "clones batched, Python tuned",
     "ours": "omni-runner",
 }
 STAGE_NAMES = {"thinker": "Qwen3-Omni Thinker", "talker": "Qwen3-Omni Talker", "tts": "Qwen3-TTS"}

@@ -146,7 +146,6 @@ def set_batch(runner: Any, names: list[str], rows: list[int]) -> None:
 def sample(runner: Any, hidden: torch.Tensor, multimodal: Any, **state: Any) -> Any:
     """One `sample_tokens` of the engine."""
     scheduled = SimpleNamespace(
-        finished_req_ids=set(),
         total_num_scheduled_tokens=TOKENS,
         num_scheduled_tokens=dict(zip(REQUESTS, ROWS, strict=True)),
     )

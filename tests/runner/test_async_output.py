@@ -349,6 +349,11 @@ def test_the_engines_name_is_lent_and_given_back():
         assert module.OmniAsyncGPUModelRunnerOutput is VllmOutput
     assert module.OmniAsyncGPUModelRunnerOutput is OmniOutput
 
+    ours = constructed_as(upstream, VllmOutput)
+    with ours, ours:
+        assert module.OmniAsyncGPUModelRunnerOutput is VllmOutput
+    assert module.OmniAsyncGPUModelRunnerOutput is OmniOutput
+
     with pytest.raises(RuntimeError), constructed_as(upstream, VllmOutput):
         raise RuntimeError
     assert module.OmniAsyncGPUModelRunnerOutput is OmniOutput

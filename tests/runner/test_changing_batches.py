@@ -95,7 +95,6 @@ def test_every_step_is_the_engines(seed: int, output_type: str) -> None:
         for runner in runners:
             set_batch(runner, names, rows)
             scheduled = SimpleNamespace(
-                finished_req_ids=set(),
                 total_num_scheduled_tokens=sum(rows),
                 num_scheduled_tokens=dict(zip(names, rows, strict=True)),
             )

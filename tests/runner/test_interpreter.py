@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 from omni_runner import interpreter
-from omni_runner.interpreter import COLLECTION_THRESHOLDS, SWITCH_INTERVAL_S, restore, tune
+from omni_runner.interpreter import (
+    OLDER_THRESHOLDS,
+    PYTHONS_SWITCH_INTERVAL_S,
+    PYTHONS_THRESHOLDS,
+    SWITCH_INTERVAL_S,
+    restore,
+    tune,
+)
 
 
 class Stage:
@@ -17,25 +25,29 @@ class Stage:
 
 
 @pytest.fixture(autouse=True)
-def defaults() -> Iterator[None]:
+def no_stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a new process: nobody has asked for anything, and all is as Python has it."""
     threshold, interval = gc.get_threshold(), sys.getswitchinterval()
-    gc.set_threshold(700, *COLLECTION_THRESHOLDS[0])
-    sys.setswitchinterval(SWITCH_INTERVAL_S[0])
-    before = list(interpreter._stages)
-    interpreter._stages.clear()
+    gc.set_threshold(*PYTHONS_THRESHOLDS[0])
+    sys.setswitchinterval(PYTHONS_SWITCH_INTERVAL_S)
+    monkeypatch.setattr(interpreter, "_stages", set())
+    monkeypatch.setattr(interpreter, "_put_back", [])
     yield
-    interpreter._stages.clear()
-    interpreter._stages.update(before)
     gc.set_threshold(*threshold)
     sys.setswitchinterval(interval)
 
 
-def settings() -> tuple[tuple[int, int, int], float]:
+def settings() -> tuple[tuple[int, ...], float]:
     return gc.get_threshold(), sys.getswitchinterval()
 
 
-PYTHONS = (700, *COLLECTION_THRESHOLDS[0]), SWITCH_INTERVAL_S[0]
-OURS = (700, *COLLECTION_THRESHOLDS[1]), SWITCH_INTERVAL_S[1]
+PYTHONS = PYTHONS_THRESHOLDS[0], PYTHONS_SWITCH_INTERVAL_S
+OURS = (PYTHONS_THRESHOLDS[0][0], *OLDER_THRESHOLDS), SWITCH_INTERVAL_S
+
+
+def test_this_python_has_defaults_that_are_known() -> None:
+    if sys.version_info < (3, 14):
+        assert PYTHONS_THRESHOLDS[sys.version_info >= (3, 13)][1:] == (10, 10)
 
 
 def test_they_are_put_back_when_the_last_stage_is_closed() -> None:
@@ -53,6 +65,13 @@ def test_they_are_put_back_when_the_last_stage_is_closed() -> None:
     assert settings() == OURS
 
 
+def test_they_are_put_back_when_a_stage_is_dropped() -> None:
+    stage = Stage()
+    tune(stage)
+    del stage
+    assert settings() == PYTHONS
+
+
 def test_a_stage_that_never_asked_puts_nothing_back() -> None:
     stage, other = Stage(), Stage()
     tune(stage)
@@ -60,12 +79,58 @@ def test_a_stage_that_never_asked_puts_nothing_back() -> None:
     assert settings() == OURS
 
 
-@pytest.mark.skipif(gc.get_threshold()[2] == 0, reason="this Python has no threshold for full collections")
-def test_values_that_somebody_has_chosen_stay() -> None:
+@pytest.mark.parametrize("chosen", [(50_000, 10, 10), (700, 20, 10), OURS[0]])
+def test_values_that_somebody_has_chosen_stay(chosen: tuple[int, int, int]) -> None:
     stage = Stage()
-    gc.set_threshold(50_000, 20, 30)
+    gc.set_threshold(*chosen)
     tune(stage)
-    assert settings() == ((50_000, 20, 30), OURS[1])
+    assert settings() == (chosen, SWITCH_INTERVAL_S)
     sys.setswitchinterval(0.25)
     restore(stage)
-    assert settings() == ((50_000, 20, 30), 0.25)
+    assert settings() == (chosen, 0.25)
+
+
+def test_values_that_are_put_back_by_somebody_else_stay() -> None:
+    first, second = Stage(), Stage()
+    tune(first)
+    gc.set_threshold(*PYTHONS[0])
+    sys.setswitchinterval(PYTHONS[1])
+    tune(second)
+    assert settings() == PYTHONS
+
+
+def test_what_was_changed_is_said_and_nothing_else() -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    interpreter.logger.addHandler(handler)
+    interpreter.logger.setLevel(logging.INFO)
+    try:
+        first, second = Stage(), Stage()
+        tune(first)
+        tune(second)
+        restore(first)
+        restore(second)
+        gc.set_threshold(9, 20, 30)
+        sys.setswitchinterval(0.25)
+        tune(first)
+    finally:
+        interpreter.logger.removeHandler(handler)
+    assert len(said) == 1
+
+
+def test_a_stage_that_ends_while_another_begins_does_not_wait_for_itself() -> None:
+    class Ending(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            restore(others.pop())
+
+    others = [Stage()]
+    handler = Ending()
+    interpreter.logger.addHandler(handler)
+    interpreter.logger.setLevel(logging.INFO)
+    try:
+        stage = Stage()
+        tune(stage)
+    finally:
+        interpreter.logger.removeHandler(handler)
+    assert settings() == OURS

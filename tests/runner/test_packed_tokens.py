@@ -14,6 +14,7 @@ from omni_runner.packed_path import PackedPath
 from omni_runner.runner import PackedGPUARModelRunner, path_of
 from tests.runner.step_rig import STOCK, assert_same, install_stand_ins, make_runner, payload, run, sample
 from tests.support.rig import Rig
+from tests.support.steps import step_of
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,7 @@ def test_sampled_tokens_come_in_the_pack_where_they_can(monkeypatch, case):
         output = sample(runner, hidden, multimodal)
         assert_same(vars(output.get_output()), expected)
         assert output.sampled_token_ids_cpu.flatten().tolist() == [0, 1, 2, 3]
-    assert path._sampled_tokens._expected is None
+    assert path._sampled_tokens.expected is None
     assert rig.device.launches == 3
     stats = runner.omni_runner_stats()
     assert (stats.columns, stats.tokens_packed, stats.token_copies) == (3, 3 * (case == "packed"), 0)
@@ -81,7 +82,7 @@ def test_nothing_of_a_step_that_fails_after_its_pack_is_kept(monkeypatch):
         sample(runner, hidden, multimodal)
     gc.collect()
     assert path.pending is None
-    assert path._sampled_tokens._expected is None
+    assert path._sampled_tokens.expected is None
     assert rig.pool.in_use == 0
 
 
@@ -106,3 +107,32 @@ def test_promised_tokens_are_kept(builder: str) -> None:
     assert runner.omni_runner_stats().tokens_packed == 1
     assert output.get_output().sampled_token_ids == [[0], [], [2], [3]]
     assert isinstance(output.sampled_token_ids_cpu, torch.Tensor) == (builder == "its thread")
+
+
+def test_tokens_outlive_the_release_of_their_step() -> None:
+    path = simulated(Rig(), make_runner(PackedGPUARModelRunner))
+    assert path._steps is not None
+    codes, tokens = torch.arange(8).view(4, 2), torch.arange(4)[:, None]
+    step = path._steps.pack(step_of([1] * 4), hidden_states=None, multimodal_outputs={"codes": codes}, tokens=tokens)
+    assert step.has_tokens
+    assert step.tokens().tolist() == tokens.tolist()
+    step.release()
+    assert step.tokens().tolist() == tokens.tolist()
+
+
+def test_tokens_that_the_builder_has_made_and_released_meanwhile_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = simulated(Rig(), make_runner(PackedGPUARModelRunner))
+    assert path._steps is not None
+    codes, tokens = torch.arange(8).view(4, 2), torch.arange(4)[:, None]
+    step = path._steps.pack(step_of([1] * 4), hidden_states=None, multimodal_outputs={"codes": codes}, tokens=tokens)
+    assert step.snapshot is not None
+    wait = step.snapshot.wait
+
+    def builder_is_quicker(snapshot: Any) -> None:
+        wait()
+        step.made_tokens = tokens.clone()
+        step.release()
+
+    monkeypatch.setattr(type(step.snapshot), "wait", builder_is_quicker)
+    assert step.tokens() is step.made_tokens
+    assert step.tokens().tolist() == tokens.tolist()

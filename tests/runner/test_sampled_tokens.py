@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy as shallow_copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import spanpack
 from omni_runner.async_output import make_async_output_cls
 from omni_runner.builder_thread import BuilderThread
 from omni_runner.demo.cpu_streams import StandInEvent
-from omni_runner.sampled_tokens import SampledTokens, stores_as_known
+from omni_runner.sampled_tokens import PromisedTokens, SampledTokens, stores_as_known
 
 TOKENS = torch.tensor([[7], [8], [9]], dtype=torch.int32)
 
@@ -67,7 +68,8 @@ def test_it_goes_on_the_engines_stream_for_tokens(monkeypatch: pytest.MonkeyPatc
 class InThePack:
     """Stands for a `PackedStep`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_tokens: bool = True) -> None:
+        self.has_tokens = has_tokens
         self.waits = 0
         self.made_tokens: torch.Tensor | None = None
 
@@ -85,7 +87,7 @@ def test_tokens_that_are_in_their_steps_pack_are_promised_and_not_copied(monkeyp
     step: Any = InThePack()
     copier = Copier(fetched())
     copy = sampled(monkeypatch, copier)
-    copy.expect(TOKENS, step)
+    copy.expected = TOKENS, step
     fields = copy.fields(arguments())
     assert fields is not None
     promised, event = fields["sampled_token_ids_cpu"], fields["async_copy_ready_event"]
@@ -101,21 +103,29 @@ def test_tokens_that_are_in_their_steps_pack_are_promised_and_not_copied(monkeyp
     assert (copy.packed, copy.copied) == (1, 1)
 
 
+def test_a_promise_may_be_copied_and_is_not_kept_for_that() -> None:
+    step: Any = InThePack()
+    promised = PromisedTokens(step)
+    assert not hasattr(promised, "__array__")
+    assert shallow_copy(promised).kept is None
+    assert step.waits == 0
+
+
 def test_an_output_that_wants_other_copies_leaves_tokens_out_of_the_next_pack(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = sampled(monkeypatch, Copier(fetched()))
-    assert tokens.wanted
-    tokens.fields(arguments(num_nans=torch.zeros(3)))
-    assert not tokens.wanted
-    tokens.fields(arguments())
-    assert tokens.wanted
+    copy = sampled(monkeypatch, Copier(fetched()))
+    assert copy.wanted
+    copy.fields(arguments(num_nans=torch.zeros(3)))
+    assert not copy.wanted
+    copy.fields(arguments())
+    assert copy.wanted
 
 
-@pytest.mark.parametrize("what", ["other tokens", "forgotten"])
+@pytest.mark.parametrize("what", ["other tokens", "not in there", "forgotten"])
 def test_all_others_are_copied(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     copier = Copier(fetched())
     copy = sampled(monkeypatch, copier)
-    step: Any = InThePack()
-    copy.expect(TOKENS.clone() if what == "other tokens" else TOKENS, step)
+    step: Any = InThePack(has_tokens=what != "not in there")
+    copy.expected = TOKENS.clone() if what == "other tokens" else TOKENS, step
     if what == "forgotten":
         copy.forget()
     fields = copy.fields(arguments())

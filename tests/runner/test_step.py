@@ -61,12 +61,11 @@ def read(
     rows: Sequence[int] = (2, 1),
     payload: Any = None,
     *,
-    finished: Sequence[str] = (),
     starts: Sequence[int] | None = None,
 ) -> StepContext:
     return reader.read(
         runner,
-        scheduler_output=SimpleNamespace(total_num_scheduled_tokens=sum(rows), finished_req_ids=set(finished)),
+        scheduler_output=SimpleNamespace(total_num_scheduled_tokens=sum(rows)),
         request_ids=[f"r{i}" for i in range(len(rows))],
         num_scheduled_tokens=np.array(rows, dtype=np.int32),
         query_start_loc=torch.tensor(starts or [0, *np.cumsum(rows).tolist()]),
@@ -102,29 +101,16 @@ def test_a_step_that_repeats_the_last_is_that_step() -> None:
     assert read(reader, engine, rows=(1, 2)) is not first
 
 
-@pytest.mark.parametrize("how", ["finished", "left to the engine", "another one settled"])
-def test_what_the_engine_has_settled_is_asked_again_where_it_may_have_changed(how: str) -> None:
+def test_a_request_that_comes_back_under_the_same_name_is_asked_about_again() -> None:
     engine: Any = Engine()
     engine._downstream_payload_cache = {"r0": True, "r1": False}
     reader = StepReader(engine)
     assert read(reader, engine).consumers == (0,)
-    engine._downstream_payload_cache["r1"] = True  # a request of the same name
-    if how == "left to the engine":
-        reader.forget()
-    elif how == "another one settled":
-        engine._downstream_payload_cache["r2"] = True
-    assert read(reader, engine, finished=["r1"] if how == "finished" else ()).consumers == (0, 1)
-
-
-def test_a_step_that_could_not_be_read_is_followed_by_one_that_is_read_anew() -> None:
-    engine: Any = Engine()
-    engine._downstream_payload_cache = {"r0": True, "r1": False}
-    reader = StepReader(engine)
-    read(reader, engine)
-    with pytest.raises(NotCovered):
-        read(reader, engine, payload={"meta": {"sparse_audio": 1}}, finished=["r1"])
-    engine._downstream_payload_cache["r1"] = True  # by the engine's own builder
+    engine._downstream_payload_cache["r1"] = True
     assert read(reader, engine).consumers == (0, 1)
+    engine._downstream_payload_cache.pop("r0")
+    assert read(reader, engine).consumers == (0, 1)
+    assert engine.asked == 3
 
 
 def test_where_rows_start_is_looked_at_in_every_step_unless_it_follows_from_their_numbers() -> None:
