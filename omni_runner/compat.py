@@ -136,20 +136,19 @@ class Upstream:
             multimodal_outputs=multimodal_outputs,
         )
 
-    def sampled_tokens(self, runner: Any) -> Tensor | None:
-        """The tokens on the device that the step's output will be made with, if nobody wants them before its payload.
+    def sampled_tokens(self, runner: Any) -> tuple[Tensor | None, bool]:
+        """The tokens on the device that the step's output will be made with, and whether the next sampling awaits them.
 
-        None where that can't be told, where the next step's sampling waits for them on the host, and where the engine
-        copies log probabilities and tokens together.
+        None where that can't be told, and where the engine copies log probabilities and tokens together.
         """
         try:
             batch = runner.input_batch
             tokens, sampling = batch.prev_sampled_token_ids, batch.sampling_metadata
             brings_its_own = sampling.max_num_logprobs is not None  # a copy of logprobs has the tokens with it
-            awaited = sampling.output_token_ids
+            awaited = bool(sampling.output_token_ids)
         except AttributeError:
-            return None
-        return tokens if type(tokens) is Tensor and not awaited and not brings_its_own else None
+            return None, False
+        return (tokens if type(tokens) is Tensor and not brings_its_own else None), awaited
 
     def partitions_channels(self, runner: Any) -> bool:
         """Whether inter-stage and client payloads differ; otherwise both channels carry the same."""

@@ -36,7 +36,10 @@ HIDDEN_KEY = "hidden"  # under which the engine puts a stage's own hidden rows
 # together with its storage, which is torch's default, drags the whole column along.
 SHARED_COLUMN_BYTES = 1 << 20
 
-WITH_TOKENS_BYTES = 1 << 24  # of the largest payload that tokens are packed along with; 0.3 ms over a PCIe 5 link
+# Of the largest payload that tokens are packed along with, 0.3 ms over a PCIe 5 link; and of the largest, 5 us, where
+# the next step's sampling waits for them.
+WITH_TOKENS_BYTES = 1 << 24
+WITH_AWAITED_TOKENS_BYTES = 1 << 18
 
 _GATHERED = (Route.KERNEL, Route.STAGED)
 _TABLES = 4  # sets of dtypes, widths, strides and devices that are kept for one structure
@@ -172,6 +175,7 @@ class Lowerer:
         *,
         has_hidden: bool,
         has_tokens: bool = False,
+        tokens_awaited: bool = False,
     ) -> Lowering | None:
         """Decide what each key of a payload becomes.
 
@@ -187,12 +191,14 @@ class Lowerer:
             Whether the stage's own hidden rows are among them; some models leave them out of their payloads.
         has_tokens
             Whether the step's sampled tokens are, behind all others.
+        tokens_awaited
+            Whether more than the step's output waits for them.
 
         Returns
         -------
         Lowering or None
-            None where tokens are not to be packed along: the payload is on the host or larger than `WITH_TOKENS_BYTES`,
-            there is none, or it would take a table on the device to tell the kernel of the tokens.
+            None where tokens are not to be packed along: the payload is on the host or too large, there is none, or it
+            would take a table on the device to tell the kernel of the tokens.
 
         Raises
         ------
@@ -200,7 +206,8 @@ class Lowerer:
             With the reason, for a payload that columns can't express.
         """
         structure = self._structure(spec, num_values, len(leaves), has_hidden, has_tokens)
-        return _StepLowerer(step, structure, structure.tables.look(leaves)).lower()
+        most_bytes = WITH_AWAITED_TOKENS_BYTES if tokens_awaited else WITH_TOKENS_BYTES
+        return _StepLowerer(step, structure, structure.tables.look(leaves), most_bytes).lower()
 
     def _structure(
         self, spec: TreeSpec, num_values: int, num_leaves: int, has_hidden: bool, has_tokens: bool
@@ -264,10 +271,11 @@ def _leaf_list(node: Template) -> tuple[int, int] | None:
 
 
 class _StepLowerer:
-    def __init__(self, step: StepContext, structure: _Structure, looks: LeafLooks) -> None:
+    def __init__(self, step: StepContext, structure: _Structure, looks: LeafLooks, with_tokens_bytes: int) -> None:
         self.step = step
         self.structure = structure
         self.looks = looks
+        self.with_tokens_bytes = with_tokens_bytes
         self.columns = StepColumns(looks.table, SHARED_COLUMN_BYTES)
         self.spans: dict[int | None, Pieces] = {}
 
@@ -284,7 +292,7 @@ class _StepLowerer:
     def _suits_tokens(self, leaf: int) -> bool:
         """Whether the sampled tokens are gathered like the payload, and without it costing more."""
         kinds, routes = self.looks.table.kinds, self.looks.table.routes
-        if routes[leaf] is not Route.KERNEL or kinds[leaf].scalar or self.columns.nbytes > WITH_TOKENS_BYTES:
+        if routes[leaf] is not Route.KERNEL or kinds[leaf].scalar or self.columns.nbytes > self.with_tokens_bytes:
             return False
         needs_tiles = self.columns.runs > MOST_PASSED
         if self.columns.runs == MOST_PASSED or (needs_tiles and len(routes) > MOST_PASSED):

@@ -131,14 +131,14 @@ class PackedPath:
                 self._record(step, hidden_states, multimodal_outputs, others, include_hidden)
             if step.consumers:
                 _check_covered(runner, postprocessed)
-            tokens = (
-                self.upstream.sampled_tokens(runner) if self._packs_tokens and self._sampled_tokens.wanted else None
-            )
+            wants_tokens = self._packs_tokens and self._sampled_tokens.wanted
+            tokens, awaited = self.upstream.sampled_tokens(runner) if wants_tokens else (None, False)
             packed = steps.pack(
                 step,
                 hidden_states=hidden_states if include_hidden else None,
                 multimodal_outputs=multimodal_outputs,
                 tokens=tokens,
+                tokens_awaited=awaited,
             )
             if tokens is not None:
                 self._sampled_tokens.expected = tokens, packed

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import product
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -189,17 +190,21 @@ class StepPacker:
         self._packer = packer
         self._lowerer = Lowerer(upstream, cache_capacity)
         self._fills_channels = fills_channels
-        # By whether hidden rows, and tokens, are beside the payload; the two may look alike.
-        self._lowerings: dict[tuple[bool, bool], spanpack.PlanCache[_Found]] = {
-            (has_hidden, has_tokens): spanpack.PlanCache(cache_capacity)
-            for has_hidden in (False, True)
-            for has_tokens in (False, True)
+        # By whether hidden rows, tokens, and tokens that are awaited are beside the payload; they may look alike.
+        self._lowerings = {
+            beside: spanpack.PlanCache[_Found](cache_capacity) for beside in product((False, True), repeat=3)
         }
         self._refusals = self._resting = 0
         self._whole_plans: spanpack.PlanCache[_Whole] = spanpack.PlanCache(cache_capacity)
 
     def pack(
-        self, step: StepContext, *, hidden_states: Tensor | None, multimodal_outputs: Any, tokens: Tensor | None = None
+        self,
+        step: StepContext,
+        *,
+        hidden_states: Tensor | None,
+        multimodal_outputs: Any,
+        tokens: Tensor | None = None,
+        tokens_awaited: bool = False,
     ) -> PackedStep:
         """Pack what the step's consumers get, in the columns that `builder.ChannelBuilder` reads.
 
@@ -213,6 +218,8 @@ class StepPacker:
             The payload as the model returned it.
         tokens
             The step's sampled tokens. If they can be, they are packed along, see `PackedStep.tokens`.
+        tokens_awaited
+            Whether more than the step's output waits for them; then only a small payload takes them along.
 
         Raises
         ------
@@ -228,28 +235,34 @@ class StepPacker:
         if tokens is not None and self._resting:
             self._resting -= 1
             tokens = None
-        packed = self._pack(step, hidden_states, multimodal_outputs, tokens)
+        awaited = tokens is not None and tokens_awaited
+        packed = self._pack(step, hidden_states, multimodal_outputs, tokens, awaited)
         if packed is None:
             self._refusals += 1
             if self._refusals % _REFUSALS == 0:
                 self._resting = _REST_STEPS
-            packed = self._pack(step, hidden_states, multimodal_outputs, None)
+            packed = self._pack(step, hidden_states, multimodal_outputs, None, False)
             assert packed is not None
         elif tokens is not None:
             self._refusals = 0
         return packed
 
     def _pack(
-        self, step: StepContext, hidden_states: Tensor | None, multimodal_outputs: dict[Any, Any], tokens: Tensor | None
+        self,
+        step: StepContext,
+        hidden_states: Tensor | None,
+        multimodal_outputs: dict[Any, Any],
+        tokens: Tensor | None,
+        tokens_awaited: bool,
     ) -> PackedStep | None:
         """None where the payload does not go together with tokens; nothing was packed then."""
         extra = tuple([leaf for leaf in (hidden_states, tokens) if leaf is not None])
-        has_hidden, has_tokens = hidden_states is not None, tokens is not None
-        lowerings = self._lowerings[has_hidden, has_tokens]
+        beside = hidden_states is not None, tokens is not None, tokens_awaited
+        lowerings = self._lowerings[beside]
         seen = lowerings.look(multimodal_outputs, step.key, extra)
         lowering = seen.entry
         if lowering is None:
-            lowering = self._lower(seen, step, has_hidden, has_tokens)
+            lowering = self._lower(seen, step, *beside)
             plan = lowering.plan if isinstance(lowering, Lowering) else None
             lowerings.keep(seen, step.key, lowering, None if plan is None else plan.signature)
         if lowering is _REFUSED:
@@ -265,10 +278,23 @@ class StepPacker:
         snapshot = self._packer.run(plan, seen.leaves, validate=False) if plan is not None else None
         return PackedStep(step, lowering, seen.values, snapshot)
 
-    def _lower(self, seen: spanpack.Sighting[_Found], step: StepContext, has_hidden: bool, has_tokens: bool) -> _Found:
+    def _lower(
+        self,
+        seen: spanpack.Sighting[_Found],
+        step: StepContext,
+        has_hidden: bool,
+        has_tokens: bool,
+        tokens_awaited: bool,
+    ) -> _Found:
         try:
             found = self._lowerer.lower(
-                step, seen.spec, len(seen.values), seen.leaves, has_hidden=has_hidden, has_tokens=has_tokens
+                step,
+                seen.spec,
+                len(seen.values),
+                seen.leaves,
+                has_hidden=has_hidden,
+                has_tokens=has_tokens,
+                tokens_awaited=tokens_awaited,
             )
         except NotCovered as reason:
             return str(reason)

@@ -117,8 +117,8 @@ class _EngineRules:
         return consumer_ids, {}, False
 
     @staticmethod
-    def sampled_tokens(runner: Any) -> None:
-        return None
+    def sampled_tokens(runner: Any) -> tuple[None, bool]:
+        return None, False
 
     @staticmethod
     def partitions_channels(runner: Any) -> bool:

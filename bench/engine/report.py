@@ -51,9 +51,11 @@ def join(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
     whole: dict[str, Any] = {**found[-1], "versions": {}, **{name: [] for name in _LISTS}}
     for number, result in enumerate(found):
         whole["versions"] |= result["versions"]
-        later = {_place(row) for other in found[number + 1 :] for row in other["rows"]}
         for name in _LISTS:
-            whole[name] += [{"commit": result["commit"], **row} for row in result[name] if _place(row) not in later]
+            later = {_place(entry) for other in found[number + 1 :] for entry in other[name]}
+            whole[name] += [
+                {"commit": result["commit"], **entry} for entry in result[name] if _place(entry) not in later
+            ]
     stages: dict[str, Any] = {}
     for gap in gaps:
         stages |= {name: timelines for name, timelines in gap["stages"].items() if timelines}

@@ -28,6 +28,14 @@ def _copy_vectors(source, destination, count, VECTORS: tl.constexpr):
 
 
 @triton.jit
+def _copy_bytes(source, destination, length, TILE_BYTES: tl.constexpr):
+    """Copy bytes one by one, a part of a tile at a time: code for a whole one takes seconds to compile."""
+    LANES: tl.constexpr = TILE_BYTES // 8
+    for first in range(0, length, LANES):
+        _copy_lanes(source + first, destination + first, tl.minimum(length - first, LANES), LANES, tl.uint8)
+
+
+@triton.jit
 def _copy_run(source, destination, length, TILE_BYTES: tl.constexpr):
     """Copy one run of bytes with the widest lanes that both addresses allow."""
     if (source - destination) % 16 == 0:
@@ -48,7 +56,7 @@ def _copy_run(source, destination, length, TILE_BYTES: tl.constexpr):
         if tail > 0:
             _copy_lanes(source + words * 4, destination + words * 4, tail, 4, tl.uint8)
     else:
-        _copy_lanes(source, destination, length, TILE_BYTES, tl.uint8)
+        _copy_bytes(source, destination, length, TILE_BYTES)
 
 
 @triton.jit
@@ -62,26 +70,29 @@ def _copy_row_lanes(
     LANE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Copy rows that stand `row_stride` bytes apart into one run; WIDTH is the size of LANE in bytes."""
-    lane = tl.arange(0, LANES)
+    """Copy rows `row_stride` bytes apart into one run, LANES elements at a time; WIDTH is the size of LANE in bytes."""
     lanes_per_row = (row_bytes // WIDTH).to(tl.int32)
-    row = lane // lanes_per_row
-    offset = row.to(tl.int64) * row_stride + (lane - row * lanes_per_row).to(tl.int64) * WIDTH
-    mask = lane < length // WIDTH
-    value = tl.load((source + offset).to(tl.pointer_type(LANE)), mask=mask)
-    tl.store(destination.to(tl.pointer_type(LANE)) + lane, value, mask=mask)
+    count = (length // WIDTH).to(tl.int32)
+    for first in range(0, count, LANES):
+        lane = first + tl.arange(0, LANES)
+        row = lane // lanes_per_row
+        offset = row.to(tl.int64) * row_stride + (lane - row * lanes_per_row).to(tl.int64) * WIDTH
+        mask = lane < count
+        value = tl.load((source + offset).to(tl.pointer_type(LANE)), mask=mask)
+        tl.store(destination.to(tl.pointer_type(LANE)) + lane, value, mask=mask)
 
 
 @triton.jit
 def _copy_rows(source, destination, length, row_bytes, row_stride, TILE_BYTES: tl.constexpr):
     """Copy strided rows with 8-byte, 4-byte or 1-byte lanes, whichever divides every address."""
+    LANES: tl.constexpr = TILE_BYTES // 8  # all of a tile in the widest; the others would take seconds to compile
     alignment = source | destination | row_bytes | row_stride
     if alignment % 8 == 0:
-        _copy_row_lanes(source, destination, length, row_bytes, row_stride, TILE_BYTES // 8, tl.int64, 8)
+        _copy_row_lanes(source, destination, length, row_bytes, row_stride, LANES, tl.int64, 8)
     elif alignment % 4 == 0:
-        _copy_row_lanes(source, destination, length, row_bytes, row_stride, TILE_BYTES // 4, tl.int32, 4)
+        _copy_row_lanes(source, destination, length, row_bytes, row_stride, LANES, tl.int32, 4)
     else:
-        _copy_row_lanes(source, destination, length, row_bytes, row_stride, TILE_BYTES, tl.uint8, 1)
+        _copy_row_lanes(source, destination, length, row_bytes, row_stride, LANES, tl.uint8, 1)
 
 
 @triton.jit

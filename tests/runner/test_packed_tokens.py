@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("vllm_omni", reason="needs vllm-omni")
 
+from omni_runner import lowering
 from omni_runner.packed_path import PackedPath
 from omni_runner.runner import PackedGPUARModelRunner, path_of
 from tests.runner.step_rig import STOCK, assert_same, install_stand_ins, make_runner, payload, run, sample
@@ -30,12 +31,15 @@ def simulated(rig: Rig, runner: Any) -> PackedPath:
     return path
 
 
-@pytest.mark.parametrize("case", ["packed", "another tensor", "awaited", "many leaves"])
+@pytest.mark.parametrize("case", ["packed", "another tensor", "awaited", "awaited behind too much", "many leaves"])
 def test_sampled_tokens_come_in_the_pack_where_they_can(monkeypatch, case):
     """The runner says what it has sampled; the output is made with that, or with others."""
     hidden, multimodal = payload()
     if case != "many leaves":
         multimodal = {"hidden_states": multimodal["hidden_states"], "codes": multimodal["codes"]}
+
+    if case == "awaited behind too much":
+        monkeypatch.setattr(lowering, "WITH_AWAITED_TOKENS_BYTES", 0)
 
     def on(cls: type[Any]) -> Any:
         runner = make_runner(cls)
@@ -47,7 +51,7 @@ def test_sampled_tokens_come_in_the_pack_where_they_can(monkeypatch, case):
             return bookkeeping(scheduled, sampled, *others)
 
         runner._bookkeeping_sync = remember
-        if case == "awaited":
+        if case.startswith("awaited"):
             runner.input_batch.sampling_metadata.output_token_ids = [[1]]
         return runner
 
@@ -61,7 +65,7 @@ def test_sampled_tokens_come_in_the_pack_where_they_can(monkeypatch, case):
     assert path._sampled_tokens.expected is None
     assert rig.device.launches == 3
     stats = runner.omni_runner_stats()
-    assert (stats.columns, stats.tokens_packed, stats.token_copies) == (3, 3 * (case == "packed"), 0)
+    assert (stats.columns, stats.tokens_packed, stats.token_copies) == (3, 3 * (case in ("packed", "awaited")), 0)
     del output
     gc.collect()
     assert rig.pool.in_use == 0
@@ -136,3 +140,30 @@ def test_tokens_that_the_builder_has_made_and_released_meanwhile_are_found(monke
     monkeypatch.setattr(type(step.snapshot), "wait", builder_is_quicker)
     assert step.tokens() is step.made_tokens
     assert step.tokens().tolist() == tokens.tolist()
+
+
+def test_awaited_tokens_may_be_looked_at_while_the_builder_is_at_work() -> None:
+    """As the next step's sampling does: wait for the event, then read."""
+    rig, runner = Rig(), make_runner(PackedGPUARModelRunner)
+    bookkeeping = runner._bookkeeping_sync
+
+    def remember(scheduled: Any, sampled: Any, *others: Any) -> Any:
+        runner.input_batch.prev_sampled_token_ids = sampled.sampled_token_ids
+        return bookkeeping(scheduled, sampled, *others)
+
+    seen = []
+
+    def look(tokens: Any, event: Any) -> None:
+        event.synchronize()
+        seen.append(tokens.tolist())
+
+    runner._bookkeeping_sync = remember
+    runner.input_batch.sampling_metadata.output_token_ids = [[1]]
+    runner.input_batch.set_async_sampled_token_ids = look
+    simulated(rig, runner)
+    hidden, multimodal = payload()
+    for _ in range(20):
+        output = sample(runner, hidden, {"codes": multimodal["codes"]})
+        assert output.get_output().sampled_token_ids == [[0], [], [2], [3]]
+    assert seen == [[[0], [1], [2], [3]]] * 20
+    assert runner.omni_runner_stats().tokens_packed == 20
