@@ -113,15 +113,20 @@ class Plan:
                 self._attempt(f"verify {variant} {requests}", "verify", partial(verify, variant))
 
     def _round(self, requests: int) -> None:
-        """Measure all variants, one after the other, without and with the sender."""
+        """Measure all variants, one after the other, without and with the sender.
+
+        From the first to the last and from the last to the first in turns, since hosts change while they work.
+        """
 
         def measure(variant: str, sender: bool) -> None:
             cell = self.cells[variant, requests, sender]
             cell.add(self.bench.measured(variant, requests, sender=sender), WARMUP_STEPS)
             self._say_cell(f"{variant} {requests}{' + sender' if sender else ''}", cell)
 
+        rounds = len(self.cells[self.args.variants[0], requests, False].passes)
         for sender in (False, True):
-            for variant in self.args.variants:
+            backwards = (rounds + sender) % 2
+            for variant in self.args.variants[:: -1 if backwards else 1]:
                 name = f"{variant} {requests} sender {sender}"
                 kind = f"cells {requests} {sender}"
                 self._attempt(name, kind, partial(measure, variant, sender))

@@ -147,6 +147,12 @@ class TestPlan:
             assert row["gc_us"] == {"longest": 40.0, "total": 45.0}
             assert row["payloads_equal"] is (row["variant"] != "stock_batched_clones")
 
+    def test_rounds_take_turns_in_both_directions(self, plan: Plan, bench: FakeBench) -> None:
+        for _ in range(2):
+            plan.turn(Phase("cells", 8), 100.0)
+        there, back = [f"{variant} 8 " for variant in VARIANTS], [f"{variant} 8 " for variant in reversed(VARIANTS)]
+        assert [done.rstrip("+") for done in bench.done] == [*there, *back, *back, *there]
+
     def test_rounds_are_pooled(self, plan: Plan) -> None:
         for phase in (Phase("cells", 8), Phase("consumer"), Phase("cells", 8), Phase("consumer")):
             plan.turn(phase, 100.0)
@@ -159,7 +165,7 @@ class TestPlan:
         plan.turn(Phase("cells", 64), 14.5)
         # Four take 12 s; what the last one took does not fit any more.
         assert bench.done == [f"{variant} 64 " for variant in VARIANTS]
-        assert written(plan)["skipped"] == [f"{variant} 64 sender True" for variant in VARIANTS]
+        assert written(plan)["skipped"] == [f"{variant} 64 sender True" for variant in reversed(VARIANTS)]
 
     def test_what_fails_is_noted(self, plan: Plan, bench: FakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
         def broken(*_: Any, **__: Any) -> Pass:
