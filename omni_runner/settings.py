@@ -33,7 +33,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "1024",
     ),
     "OMNI_RUNNER_TUNE_PYTHON": (
-        "0 leaves Python's garbage collection and thread switching as they are, see docs/performance.md",
+        "0 leaves Python's garbage collection, of payloads that pile up too, and its thread switching as they are",
         "1",
     ),
     "OMNI_RUNNER_TRACE": ("folder into which each packed AR stage writes a trace of its first steps", "no trace"),
