@@ -139,7 +139,8 @@ class Upstream:
     def sampled_tokens(self, runner: Any) -> tuple[Tensor | None, bool]:
         """The tokens on the device that the step's output will be made with, and whether the next sampling awaits them.
 
-        None where that can't be told, and where the engine copies log probabilities and tokens together.
+        None where that can't be told, and where the engine copies log probabilities and tokens together; the second
+        means nothing then.
         """
         try:
             batch = runner.input_batch

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
 import threading
 import weakref
@@ -28,11 +29,11 @@ PYTHONS_THRESHOLDS = ((700, 10, 10), (2000, 10, 10))  # up to 3.12, and 3.13; la
 OLDER_THRESHOLDS = 4, 2500  # ours, of the middle and the oldest generation
 PYTHONS_SWITCH_INTERVAL_S = 0.005
 # Ours. A Thinker of 64 requests beside its sender (0.30, H200) made 4,300 tokens/s with 5 ms, 4,680 with
-# 1 ms, 4,750 with 0.2 ms, and 3,860 with 0.05 ms, where threads do little but take turns.
+# 1 ms, 4,750 with 0.2 ms, and 3,860 with 0.05 ms, where threads do little but take turns; this is far from it.
 SWITCH_INTERVAL_S = 0.0005
 
 _lock = threading.RLock()  # garbage collection can bring a stage's end onto a thread that is in here
-_stages: set[int] = set()  # their ids, of those that live
+_stages: dict[int, weakref.finalize[..., object]] = {}  # by id: what takes leave of a stage that is dropped
 _put_back: list[Callable[[], None]] = []  # what was changed, for the last of them
 
 
@@ -41,8 +42,8 @@ def tune(stage: object) -> None:
     key, changed = id(stage), False
     with _lock:
         if key not in _stages:
-            weakref.finalize(stage, _leave, key).atexit = False
-            _stages.add(key)
+            _stages[key] = weakref.finalize(stage, _leave, key)
+            _stages[key].atexit = False
             if len(_stages) == 1:
                 changed = _change()
     if changed:
@@ -60,7 +61,7 @@ def restore(stage: object) -> None:
 def _leave(key: int) -> None:
     with _lock:
         if key in _stages:
-            _stages.discard(key)
+            _stages.pop(key).detach()
             while _put_back and not _stages:
                 _put_back.pop()()
 
@@ -78,3 +79,13 @@ def _change() -> bool:
             lambda: sys.setswitchinterval(interval) if sys.getswitchinterval() == SWITCH_INTERVAL_S else None
         )
     return bool(_put_back)
+
+
+def _after_fork() -> None:
+    """A child has no thread that could let go of a lock that was held when it was made."""
+    global _lock  # noqa: PLW0603  made anew
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

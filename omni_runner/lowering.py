@@ -36,9 +36,9 @@ HIDDEN_KEY = "hidden"  # under which the engine puts a stage's own hidden rows
 # together with its storage, which is torch's default, drags the whole column along.
 SHARED_COLUMN_BYTES = 1 << 20
 
-# Of the largest payload that tokens are packed along with, 0.3 ms over a PCIe 5 link; and of the largest, 5 us, where
-# the next step's sampling waits for them.
+# Largest payload that takes its step's tokens along: 0.3 ms over a PCIe 5 link.
 WITH_TOKENS_BYTES = 1 << 24
+# The same where the next step's sampling waits for them: 5 us.
 WITH_AWAITED_TOKENS_BYTES = 1 << 18
 
 _GATHERED = (Route.KERNEL, Route.STAGED)
@@ -134,6 +134,11 @@ class Lowering:
         return len(self.plan.columns) - (self.tokens is not None)
 
 
+def with_tokens_bytes(*, awaited: bool) -> int:
+    """Size of the largest payload that takes tokens along."""
+    return WITH_AWAITED_TOKENS_BYTES if awaited else WITH_TOKENS_BYTES
+
+
 def make_template(spec: TreeSpec, num_leaves: int, num_values: int) -> Template:
     """The tree of a spec with placeholders where its tensors and plain values were.
 
@@ -206,8 +211,8 @@ class Lowerer:
             With the reason, for a payload that columns can't express.
         """
         structure = self._structure(spec, num_values, len(leaves), has_hidden, has_tokens)
-        most_bytes = WITH_AWAITED_TOKENS_BYTES if tokens_awaited else WITH_TOKENS_BYTES
-        return _StepLowerer(step, structure, structure.tables.look(leaves), most_bytes).lower()
+        looks = structure.tables.look(leaves)
+        return _StepLowerer(step, structure, looks, with_tokens_bytes(awaited=tokens_awaited)).lower()
 
     def _structure(
         self, spec: TreeSpec, num_values: int, num_leaves: int, has_hidden: bool, has_tokens: bool

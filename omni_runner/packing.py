@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import spanpack
-from omni_runner.lowering import Lowerer, Lowering, ValueRef, make_template, pick_elements
+from omni_runner.lowering import Lowerer, Lowering, ValueRef, make_template, pick_elements, with_tokens_bytes
 from omni_runner.step import NotCovered, StepContext
 from spanpack.tree import TreeSpec
 
@@ -160,8 +160,34 @@ class _Refusal(Enum):
 _REFUSED = _Refusal.TOKENS
 _Found: TypeAlias = Lowering | str | _Refusal  # what was found out about a payload; str: why columns can't express it
 
-# A payload that takes no tokens is looked at twice. After so many in a row tokens are left out for so many steps.
+# A payload that takes no tokens is looked at, and if it was never seen lowered, twice. Once so many have refused them,
+# where two that took them make up for one, tokens are left out for so many steps.
 _REFUSALS, _REST_STEPS = 8, 1000
+
+
+@dataclass(slots=True)
+class _Trials:
+    """How tokens of one kind, awaited or not, have fared."""
+
+    refusals: float = 0.0
+    resting: int = 0
+
+    def may_try(self) -> bool:
+        """Whether to offer tokens to the next payload."""
+        if self.resting:
+            self.resting -= 1
+            return False
+        return True
+
+    def note(self, *, taken: bool) -> None:
+        """Take note of what a payload did with them."""
+        if taken:
+            if self.refusals:
+                self.refusals = max(0.0, self.refusals - 0.5)
+            return
+        self.refusals += 1
+        if self.refusals >= _REFUSALS:
+            self.refusals, self.resting = 0.0, _REST_STEPS
 
 
 class StepPacker:
@@ -194,7 +220,7 @@ class StepPacker:
         self._lowerings = {
             beside: spanpack.PlanCache[_Found](cache_capacity) for beside in product((False, True), repeat=3)
         }
-        self._refusals = self._resting = 0
+        self._trials = {awaited: _Trials() for awaited in (False, True)}
         self._whole_plans: spanpack.PlanCache[_Whole] = spanpack.PlanCache(cache_capacity)
 
     def pack(
@@ -232,19 +258,15 @@ class StepPacker:
             multimodal_outputs = {}
         elif not isinstance(multimodal_outputs, dict):
             raise NotCovered(f"the payload is a {type(multimodal_outputs).__name__}")
-        if tokens is not None and self._resting:
-            self._resting -= 1
-            tokens = None
-        awaited = tokens is not None and tokens_awaited
-        packed = self._pack(step, hidden_states, multimodal_outputs, tokens, awaited)
-        if packed is None:
-            self._refusals += 1
-            if self._refusals % _REFUSALS == 0:
-                self._resting = _REST_STEPS
-            packed = self._pack(step, hidden_states, multimodal_outputs, None, False)
-            assert packed is not None
-        elif tokens is not None:
-            self._refusals = 0
+        if tokens is not None:
+            trials = self._trials[tokens_awaited]
+            if _may_take_tokens(step, hidden_states, awaited=tokens_awaited) and trials.may_try():
+                packed = self._pack(step, hidden_states, multimodal_outputs, tokens, tokens_awaited)
+                trials.note(taken=packed is not None)
+                if packed is not None:
+                    return packed
+        packed = self._pack(step, hidden_states, multimodal_outputs, None, False)
+        assert packed is not None
         return packed
 
     def _pack(
@@ -325,6 +347,14 @@ class StepPacker:
             self._whole_plans.keep(seen, None, whole, None if plan is None else plan.signature)
         snapshot = None if whole.plan is None else self._packer.run(whole.plan, seen.leaves, validate=False)
         return PackedTree(whole.spec, seen.values, snapshot, no_rows)
+
+
+def _may_take_tokens(step: StepContext, hidden_states: Tensor | None, *, awaited: bool) -> bool:
+    """False for a payload that the hidden rows of its prefills alone make too large; found out without lowering it."""
+    if hidden_states is None or step.scheduled_tokens <= len(step.request_ids) or not step.everyone_consumes:
+        return True
+    row_bytes = hidden_states.nbytes // max(1, hidden_states.shape[0])
+    return step.scheduled_tokens * row_bytes <= with_tokens_bytes(awaited=awaited)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

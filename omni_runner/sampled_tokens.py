@@ -3,8 +3,8 @@
 vLLM's output object makes a stream context, an event and a pinned tensor in every step: most of what an output costs
 once its payload is packed. Its tokens are not needed before the payload, for whose builder `get_output` waits first, so
 they come along in the pack: 64 tokens more among a megabyte. They stay away from packs that would delay them or that
-they would make dearer, see `lowering`; where the next step's sampling wants them as well (penalties, some logits
-processors), from all but small ones. Then, and where nothing is packed, `spanpack.Fetcher` makes the copy that vLLM
+they would make dearer, see `lowering`, and from all but small ones where the next step's sampling wants them as well
+(penalties, some logits processors). Then, and where nothing is packed, `spanpack.Fetcher` makes the copy that vLLM
 makes, on the same stream, without torch's share of its cost. On the device nothing changes: the next step is fed with
 the very tensor.
 """

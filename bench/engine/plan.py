@@ -56,6 +56,7 @@ class Plan:
         self.consumed: defaultdict[tuple[str, int], Cell] = defaultdict(Cell)
         self.equal: dict[tuple[str, int], bool] = {}
         self.took_s: dict[str, float] = {}
+        self.done: set[str] = set()
         self.result: dict[str, Any] = {
             **facts,
             "stage": args.stage,
@@ -123,7 +124,7 @@ class Plan:
             cell.add(self.bench.measured(variant, requests, sender=sender), WARMUP_STEPS)
             self._say_cell(f"{variant} {requests}{' + sender' if sender else ''}", cell)
 
-        rounds = len(self.cells[self.args.variants[0], requests, False].passes)
+        rounds = max(len(self.cells[variant, requests, False].passes) for variant in self.args.variants)
         for sender in (False, True):
             backwards = (rounds + sender) % 2
             for variant in self.args.variants[:: -1 if backwards else 1]:
@@ -212,12 +213,14 @@ class Plan:
             expected_s = self.took_s.get(kind) or EXPECTED_S.get(kind) or EXPECTED_S[kind.split()[0]]
         start = time.monotonic()
         if start + expected_s >= self.deadline:
-            self.result["skipped"].append(name)
+            if name not in self.done and name not in self.result["skipped"]:
+                self.result["skipped"].append(name)
         else:
             faulthandler.dump_traceback_later(STUCK_S, exit=True)  # says where; what has been measured is written
             try:
                 action()
                 self.took_s[kind] = _MARGIN * (time.monotonic() - start)
+                self.done.add(name)
             except Exception:  # noqa: BLE001  what has been measured must not be lost with what fails
                 traceback.print_exc()
                 self.result["errors"].append({"at": name, "traceback": traceback.format_exc()})

@@ -16,6 +16,7 @@ from typing import Any
 
 Row = Mapping[str, Any]
 _LISTS = ("rows", "consumed", "verify", "backlog", "errors", "skipped")
+_NOTES = ("errors", "skipped")
 _COLUMNS = ("step", "sample_tokens", "snapshot", "output_object", "builder", "get_output")
 
 
@@ -42,9 +43,9 @@ def merge(parts: Sequence[Row], commit: str | None = None) -> dict[str, dict[str
 
 
 def join(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """Results of several calls as one. What two have of one engine, stage and number of requests is the later one's.
+    """Results of several calls as one: of each list, and each engine, stage and number of requests, the latest entries.
 
-    So ratios between variants stay within one call. Each row says which commit it is of.
+    What was skipped or failed is told of the latest run of a stage only. Each entry says which commit it is of.
     """
     found = [json.loads((folder / "engine.json").read_text()) for folder in folders]
     gaps = [json.loads((folder / "gap.json").read_text()) for folder in folders]
@@ -52,9 +53,13 @@ def join(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
     for number, result in enumerate(found):
         whole["versions"] |= result["versions"]
         for name in _LISTS:
-            later = {_place(entry) for other in found[number + 1 :] for entry in other[name]}
+            later = {
+                _place(entry, name)
+                for other in found[number + 1 :]
+                for entry in other["rows" if name in _NOTES else name]
+            }
             whole[name] += [
-                {"commit": result["commit"], **entry} for entry in result[name] if _place(entry) not in later
+                {"commit": result["commit"], **entry} for entry in result[name] if _place(entry, name) not in later
             ]
     stages: dict[str, Any] = {}
     for gap in gaps:
@@ -62,8 +67,8 @@ def join(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
     return {"engine": whole, "gap": {**gaps[-1], "stages": stages}}
 
 
-def _place(entry: Row) -> tuple[Any, ...]:
-    return entry["engine"], entry["stage"], entry.get("requests")
+def _place(entry: Row, name: str) -> tuple[Any, ...]:
+    return entry["engine"], entry["stage"], None if name in _NOTES else entry["requests"]
 
 
 def summary(result: Row) -> str:
@@ -153,6 +158,9 @@ class _Measured:
 
         rows = [row for row in result["rows"] if is_here(row) and not (consumed and row["sender"])]
         rows += [row for row in result["consumed"] if is_here(row) and consumed]
+        if consumed:  # of one run only
+            commits = {row.get("commit") for row in rows if row["sender"]}
+            rows = [row for row in rows if row.get("commit") in commits]
         self._rows = {(row["variant"], row["sender"]): row for row in rows}
         self._backlog = {entry["variant"]: entry for entry in result["backlog"] if is_here(entry)}
 

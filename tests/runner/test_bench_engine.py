@@ -153,6 +153,11 @@ class TestPlan:
         there, back = [f"{variant} 8 " for variant in VARIANTS], [f"{variant} 8 " for variant in reversed(VARIANTS)]
         assert [done.rstrip("+") for done in bench.done] == [*there, *back, *back, *there]
 
+    def test_what_was_measured_once_is_not_called_skipped(self, plan: Plan, bench: FakeBench) -> None:
+        plan.turn(Phase("cells", 64), 100.0)
+        plan.turn(Phase("cells", 64), 0.0)
+        assert not written(plan)["skipped"]
+
     def test_rounds_are_pooled(self, plan: Plan) -> None:
         for phase in (Phase("cells", 8), Phase("consumer"), Phase("cells", 8), Phase("consumer")):
             plan.turn(phase, 100.0)
@@ -352,7 +357,10 @@ def test_joined_results_take_a_number_of_requests_from_one_call(tmp_path: Path) 
             for count in requests
             for variant in ("stock", "ours")
         ]
-        lists = {"consumed": [], "verify": [], "backlog": [], "errors": [], "skipped": []}
+        about = {"engine": "0.30", "stage": "thinker"}
+        lists: dict[str, Any] = {"consumed": [], "verify": [], "errors": []}
+        lists["backlog"] = [{**about, "requests": 64}] if name == "a" else []
+        lists["skipped"] = [{**about, "what": f"something of {name}"}]
         folder = tmp_path / name
         folder.mkdir()
         (folder / "engine.json").write_text(json.dumps({"commit": name, "versions": {}, "rows": rows, **lists}))
@@ -361,3 +369,5 @@ def test_joined_results_take_a_number_of_requests_from_one_call(tmp_path: Path) 
 
     joined = join([call("a", [8, 64]), call("b", [64])])["engine"]
     assert [(row["requests"], row["commit"]) for row in joined["rows"]] == [(8, "a")] * 2 + [(64, "b")] * 2
+    assert [entry["commit"] for entry in joined["backlog"]] == ["a"]
+    assert [entry["what"] for entry in joined["skipped"]] == ["something of b"]

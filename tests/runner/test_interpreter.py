@@ -30,7 +30,7 @@ def no_stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threshold, interval = gc.get_threshold(), sys.getswitchinterval()
     gc.set_threshold(*PYTHONS_THRESHOLDS[0])
     sys.setswitchinterval(PYTHONS_SWITCH_INTERVAL_S)
-    monkeypatch.setattr(interpreter, "_stages", set())
+    monkeypatch.setattr(interpreter, "_stages", {})
     monkeypatch.setattr(interpreter, "_put_back", [])
     yield
     gc.set_threshold(*threshold)
