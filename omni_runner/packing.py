@@ -170,21 +170,14 @@ class _Trials:
     """How tokens of one kind, awaited or not, have fared."""
 
     refusals: float = 0.0
-    resting: int = 0
+    resting: int = 0  # steps in which they are not to be offered
 
-    def may_try(self) -> bool:
-        """Whether to offer tokens to the next payload."""
-        if self.resting:
-            self.resting -= 1
-            return False
-        return True
+    def taken(self) -> None:
+        """A payload took them."""
+        self.refusals = max(0.0, self.refusals - 0.5)
 
-    def note(self, *, taken: bool) -> None:
-        """Take note of what a payload did with them."""
-        if taken:
-            if self.refusals:
-                self.refusals = max(0.0, self.refusals - 0.5)
-            return
+    def refused(self) -> None:
+        """A payload refused them."""
         self.refusals += 1
         if self.refusals >= _REFUSALS:
             self.refusals, self.resting = 0.0, _REST_STEPS
@@ -260,11 +253,15 @@ class StepPacker:
             raise NotCovered(f"the payload is a {type(multimodal_outputs).__name__}")
         if tokens is not None:
             trials = self._trials[tokens_awaited]
-            if _may_take_tokens(step, hidden_states, awaited=tokens_awaited) and trials.may_try():
+            if trials.resting:
+                trials.resting -= 1
+            elif step.is_decode or _may_take_tokens(step, hidden_states, awaited=tokens_awaited):
                 packed = self._pack(step, hidden_states, multimodal_outputs, tokens, tokens_awaited)
-                trials.note(taken=packed is not None)
                 if packed is not None:
+                    if trials.refusals:
+                        trials.taken()
                     return packed
+                trials.refused()
         packed = self._pack(step, hidden_states, multimodal_outputs, None, False)
         assert packed is not None
         return packed
@@ -350,8 +347,8 @@ class StepPacker:
 
 
 def _may_take_tokens(step: StepContext, hidden_states: Tensor | None, *, awaited: bool) -> bool:
-    """False for a payload that the hidden rows of its prefills alone make too large; found out without lowering it."""
-    if hidden_states is None or step.scheduled_tokens <= len(step.request_ids) or not step.everyone_consumes:
+    """False for a payload that its prefills' hidden rows alone make too large; found out without lowering it."""
+    if hidden_states is None or not step.everyone_consumes:
         return True
     row_bytes = hidden_states.nbytes // max(1, hidden_states.shape[0])
     return step.scheduled_tokens * row_bytes <= with_tokens_bytes(awaited=awaited)

@@ -43,6 +43,8 @@ class StepContext:
         its place among the requests that have output.
     is_sparse
         Whether sparse audio routing applies.
+    is_decode
+        Whether it is no more than one token of each request.
     key
         Equal for steps that put the same rows in the same places.
     """
@@ -54,6 +56,7 @@ class StepContext:
     consumers: tuple[int, ...]
     elements: tuple[int, ...]
     is_sparse: bool
+    is_decode: bool
     key: Hashable
 
     @property
@@ -115,6 +118,7 @@ def make_step(
         consumers=consumers,
         elements=elements,
         is_sparse=is_sparse,
+        is_decode=scheduled_tokens <= count,
         key=(scheduled_tokens, count, starts.tobytes(), rows.tobytes(), consumers, is_sparse, elements),
     )
 
