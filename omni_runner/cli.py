@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,8 @@ def record(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="omni-runner record",
         description="Record the first steps of every packed AR stage, as a trace for `replay` and `tune --trace`. "
-        "With a command (after --) it runs that with the variables set; without one it prints them.",
+        "With a command (after --) it runs that with the variables set, OMNI_RUNNER=1 among them; without one it "
+        "prints them.",
         epilog="example: omni-runner record --dir traces --steps 64 -- vllm-omni serve MODEL --omni",
     )
     parser.add_argument("--dir", type=Path, default=Path("traces"), help="where to write (default: ./traces)")
@@ -122,10 +124,16 @@ def record(argv: Sequence[str]) -> int:
     }
     serve = args.serve[1:] if args.serve[:1] == ["--"] else args.serve
     if not serve:
-        print("# Set these for the process that serves; each AR stage then writes STAGE-PID.json and .safetensors.")
+        print("# Set these on every host that runs a stage; each AR stage then writes STAGE-PID.json and .safetensors.")
         for name, value in variables.items():
             print(f"export {name}={shlex.quote(value)}")
         return 0
+    try:  # now, rather than when a model has been loaded
+        args.dir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.dir).close()
+    except OSError as error:
+        print(f"omni-runner record: cannot write to {args.dir}: {error.strerror}", file=sys.stderr)
+        return 2
     try:
         os.execvpe(serve[0], serve, {**os.environ, **variables})
     except OSError as error:

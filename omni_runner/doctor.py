@@ -27,7 +27,7 @@ from omni_runner.eligibility import prefix_cache_excludes_async
 from omni_runner.errors import SettingsError
 from omni_runner.pipelines import EngineSource
 from omni_runner.platforms import current_platform, platform_name
-from omni_runner.settings import VARIABLES, Settings, unknown_variables
+from omni_runner.settings import VARIABLES, Settings, warnings_of_variables
 from omni_runner.worker import packed_worker_cls
 
 ENTRY_POINT = "omni_runner:register"
@@ -197,7 +197,7 @@ def examine_switch(enabled: bool, allowed_plugins: str | None) -> Switch:
 
 def _examine_environment(report: Report) -> None:
     report.environment = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
-    report.warnings += [f"{name} is none of omni-runner's variables" for name in unknown_variables()]
+    report.warnings += warnings_of_variables()
     try:
         settings = Settings.from_env()
     except SettingsError as error:

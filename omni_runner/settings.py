@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from omni_runner.errors import SettingsError
@@ -20,6 +21,8 @@ _WORDS = {
     "no": False,
     "off": False,
 }
+
+_REPLACED = {"OMNI_RUNNER_UNTRACK": "OMNI_RUNNER_TUNE_PYTHON"}
 
 #: name -> (what it does, default as shown to users)
 VARIABLES: dict[str, tuple[str, str]] = {
@@ -96,9 +99,26 @@ class Settings:
         )
 
 
-def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Variables of the environment that look like ours but are not, such as misspelt ones."""
-    return sorted(name for name in environ if name.startswith("OMNI_RUNNER") and name not in VARIABLES)
+def asks_to_be_strict(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``OMNI_RUNNER_STRICT`` is on, whatever other variables say; a value that means nothing counts as on."""
+    try:
+        return _switch(environ, "OMNI_RUNNER_STRICT")
+    except SettingsError:
+        return True
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables of the environment that look like ours but are not, and what is probably meant."""
+    names = sorted(name for name in environ if name.startswith("OMNI_RUNNER") and name not in VARIABLES)
+    return {name: _REPLACED.get(name) or next(iter(get_close_matches(name, VARIABLES)), "") for name in names}
+
+
+def warnings_of_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """What to tell a user of `unknown_variables`, a line each."""
+    return [
+        f"{name} has no effect: it is none of omni-runner's variables" + (f"; is {meant} meant?" if meant else "")
+        for name, meant in unknown_variables(environ).items()
+    ]
 
 
 def _text(environ: Mapping[str, str], name: str) -> str | None:

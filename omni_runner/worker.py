@@ -18,7 +18,7 @@ from omni_runner.compat import check_runner
 from omni_runner.eligibility import SUPPORTED_PLATFORMS, StageFacts, describe, reasons_against, runner_facts
 from omni_runner.errors import StageRefused, UpstreamMismatch
 from omni_runner.platforms import PACKED_AR_WORKER, current_platform, platform_name, stock_ar_worker
-from omni_runner.settings import Settings
+from omni_runner.settings import Settings, asks_to_be_strict, warnings_of_variables
 
 if TYPE_CHECKING:
     from vllm_omni.worker.gpu_ar_worker import GPUARWorker as _StockWorker
@@ -52,11 +52,13 @@ def make_worker_cls(stock: type[Any]) -> type[Any]:
     """Derive `PackedGPUARWorker` from the engine's worker `stock`, without our runner if need be."""
     refusal = ""
     namespace: dict[str, Any] = {}
+    for warning in warnings_of_variables():
+        logger.warning("omni_runner: %s", warning)
     try:
         namespace = _runner_choice(stock)
     except Exception as error:
         refusal = str(error) or type(error).__name__
-        if _strict():
+        if asks_to_be_strict():
             raise StageRefused(f"OMNI_RUNNER_STRICT is set and the packed runner can't be used: {refusal}") from error
         logger.warning("omni_runner: AR stages run on the engine's own runner: %s", refusal)
     module, _, name = PACKED_AR_WORKER.rpartition(".")
@@ -112,7 +114,7 @@ def stage_reasons(worker: Any, *, last_pipeline_rank: bool) -> tuple[str, ...]:
         try:
             check_runner(runner)
         except UpstreamMismatch as mismatch:
-            if _strict():
+            if asks_to_be_strict():
                 raise StageRefused(f"OMNI_RUNNER_STRICT is set and steps can't be packed: {mismatch}") from mismatch
             return (str(mismatch),)
     if not reasons and not runner._should_use_async_omni_output():
@@ -167,13 +169,6 @@ def _resolve(path: str) -> type[Any]:
     module, _, name = path.rpartition(".")
     found: type[Any] = getattr(importlib.import_module(module), name)
     return found
-
-
-def _strict() -> bool:
-    try:
-        return Settings.from_env().strict
-    except ValueError:  # reported by whoever asks for more than this switch
-        return False
 
 
 def _log_path(worker: Any) -> None:

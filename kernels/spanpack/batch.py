@@ -105,6 +105,8 @@ def _names(name: str, values: Any) -> tuple[str, ...]:
         hash(names)
     except TypeError as error:
         raise BatchError(f"{name} must be a sequence of request ids, given: {values!r:.80}") from error
+    if isinstance(values, str):
+        raise BatchError(f"{name} must be a sequence of request ids, given one string: {values!r:.80}")
     return names
 
 

@@ -79,7 +79,8 @@ def test_record_prints_the_variables(capsys: pytest.CaptureFixture[str]) -> None
     assert "export OMNI_RUNNER_TRACE_SCRUB=1" in lines
 
 
-def test_record_runs_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_runs_a_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
     ran: list[object] = []
     monkeypatch.setattr(os, "execvpe", lambda *call: ran.extend(call))
     cli.main(["record", "--steps", "4", "--", "vllm-omni", "serve", "--steps", "9"])
@@ -92,9 +93,15 @@ def test_record_runs_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Path(environ["OMNI_RUNNER_TRACE"]) == Path.cwd() / "traces"
 
 
-def test_record_of_a_command_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["record", "--", "no-such-program"]) == 2
+def test_record_of_a_command_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["record", "--dir", str(tmp_path), "--", "no-such-program"]) == 2
     assert "cannot run no-such-program" in capsys.readouterr().err
+
+
+def test_record_says_at_once_that_it_can_t_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli.main(["record", "--dir", str(tmp_path / "file"), "--", "true"]) == 2
+    assert "cannot write to" in capsys.readouterr().err
 
 
 def test_record_refuses_no_steps(capsys: pytest.CaptureFixture[str]) -> None:

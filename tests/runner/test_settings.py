@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from omni_runner.errors import SettingsError
-from omni_runner.settings import VARIABLES, Settings, unknown_variables
+from omni_runner.settings import (
+    VARIABLES,
+    Settings,
+    asks_to_be_strict,
+    unknown_variables,
+    warnings_of_variables,
+)
 
 
 def test_nothing_set_is_off() -> None:
@@ -62,8 +68,36 @@ def test_a_home_directory_that_is_not_there_is_named() -> None:
         Settings.from_env({"OMNI_RUNNER_TRACE": "~nobody-here/traces"})
 
 
-def test_misspelt_variables_are_found() -> None:
-    assert unknown_variables({"OMNI_RUNNER": "1", "OMNI_RUNNER_STRCT": "1", "PATH": ""}) == ["OMNI_RUNNER_STRCT"]
+def test_misspelt_and_former_variables_are_found() -> None:
+    environ = {
+        "OMNI_RUNNER": "1",
+        "OMNI_RUNNER_STRCT": "1",
+        "OMNI_RUNNER_UNTRACK": "0",
+        "OMNI_RUNNER_XYZ": "",
+        "PATH": "",
+    }
+    assert unknown_variables(environ) == {
+        "OMNI_RUNNER_STRCT": "OMNI_RUNNER_STRICT",
+        "OMNI_RUNNER_UNTRACK": "OMNI_RUNNER_TUNE_PYTHON",
+        "OMNI_RUNNER_XYZ": unknown_variables({"OMNI_RUNNER_XYZ": ""})["OMNI_RUNNER_XYZ"],
+    }
+    strict, untrack, _ = warnings_of_variables(environ)
+    assert strict.startswith("OMNI_RUNNER_STRCT has no effect")
+    assert untrack.endswith("is OMNI_RUNNER_TUNE_PYTHON meant?")
+    assert warnings_of_variables({"OMNI_RUNNER": "1"}) == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "strict"),
+    [
+        ({}, False),
+        ({"OMNI_RUNNER_STRICT": "off"}, False),
+        ({"OMNI_RUNNER_STRICT": "1", "OMNI_RUNNER_PINNED_MIB": "lots"}, True),
+        ({"OMNI_RUNNER_STRICT": "ture"}, True),
+    ],
+)
+def test_strict_is_read_by_itself(environ: dict[str, str], strict: bool) -> None:
+    assert asks_to_be_strict(environ) is strict
 
 
 def test_every_field_has_a_variable() -> None:

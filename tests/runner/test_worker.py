@@ -155,6 +155,24 @@ def test_strict_refuses_to_start(engine: types.SimpleNamespace, monkeypatch: pyt
         make_worker_cls(Worker28)
 
 
+def test_strict_holds_beside_settings_that_are_unreadable(
+    engine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMNI_RUNNER_STRICT", "1")
+    monkeypatch.setenv("OMNI_RUNNER_PINNED_MIB", "lots")
+    with pytest.raises(StageRefused, match="OMNI_RUNNER_PINNED_MIB"):
+        make_worker_cls(Worker28)
+
+
+def test_variables_without_effect_are_named_where_a_stage_runs(
+    engine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OMNI_RUNNER_UNTRACK", "0")
+    assert make_worker_cls(Worker28).model_runner_cls is PackedRunner
+    (record,) = caplog.records
+    assert "OMNI_RUNNER_UNTRACK has no effect" in record.getMessage()
+
+
 def test_unreadable_settings_leave_the_stock_runner(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
