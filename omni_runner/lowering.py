@@ -276,11 +276,11 @@ def _leaf_list(node: Template) -> tuple[int, int] | None:
 
 
 class _StepLowerer:
-    def __init__(self, step: StepContext, structure: _Structure, looks: LeafLooks, with_tokens_bytes: int) -> None:
+    def __init__(self, step: StepContext, structure: _Structure, looks: LeafLooks, most_bytes: int) -> None:
         self.step = step
         self.structure = structure
         self.looks = looks
-        self.with_tokens_bytes = with_tokens_bytes
+        self.most_bytes = most_bytes  # of a payload that takes tokens along
         self.columns = StepColumns(looks.table, SHARED_COLUMN_BYTES)
         self.spans: dict[int | None, Pieces] = {}
 
@@ -297,7 +297,7 @@ class _StepLowerer:
     def _suits_tokens(self, leaf: int) -> bool:
         """Whether the sampled tokens are gathered like the payload, and without it costing more."""
         kinds, routes = self.looks.table.kinds, self.looks.table.routes
-        if routes[leaf] is not Route.KERNEL or kinds[leaf].scalar or self.columns.nbytes > self.with_tokens_bytes:
+        if routes[leaf] is not Route.KERNEL or kinds[leaf].scalar or self.columns.nbytes > self.most_bytes:
             return False
         needs_tiles = self.columns.runs > MOST_PASSED
         if self.columns.runs == MOST_PASSED or (needs_tiles and len(routes) > MOST_PASSED):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
@@ -32,7 +31,6 @@ logger = logging.getLogger("vllm.omni_runner")
 
 LOG_EVERY_STEPS = 1000
 CLOSE_TIMEOUT_S = 1.0
-SPAN = "omni_async_output:snapshot_cpu_payload"
 NO_METADATA = "the step's metadata did not come before its payload"
 FOREIGN_SNAPSHOT = "the engine's snapshot helper has been replaced by something else"
 
@@ -60,8 +58,6 @@ class PackedPath:
         self.constructs_ours = constructed_as(upstream, self.output_cls)
         self._packs_tokens = self.output_cls._sampled_tokens is not None
         self.pending: PendingStep | None = None
-        # Whether the engine was asked to mark what it does for a profiler. If not, not even a `nullcontext` is made.
-        self.marks_spans = not isinstance(upstream.record_function(SPAN), nullcontext)
         self._reader = StepReader(upstream)
         self._packer: spanpack.Packer | None = None
         self._steps: StepPacker | None = None
@@ -155,11 +151,6 @@ class PackedPath:
             tree = steps.pack_whole(payload, no_rows)
             self.counters.count_mirror(str(reason))
             return tree
-
-    def pack_in_span(self, *args: Any, **kwargs: Any) -> PackedStep | PackedTree:
-        """Pack, as a span of the name that the engine's snapshot has."""
-        with self.upstream.record_function(SPAN):
-            return self.pack(*args, **kwargs)
 
     def build(self, runner: Any, build_stock: Callable[..., Any], step: Mapping[str, Any]) -> Any:
         """Build the output of a packed step.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import product
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -157,7 +157,7 @@ class _Refusal(Enum):
     TOKENS = "this payload and the step's tokens do not go together"
 
 
-_REFUSED = _Refusal.TOKENS
+_REFUSED: Final = _Refusal.TOKENS
 _Found: TypeAlias = Lowering | str | _Refusal  # what was found out about a payload; str: why columns can't express it
 
 # A payload that takes no tokens is looked at, and if it was never seen lowered, twice. Once so many have refused them,
@@ -288,7 +288,6 @@ class StepPacker:
             return None
         if isinstance(lowering, str):
             raise NotCovered(lowering)
-        assert isinstance(lowering, Lowering)
         if step.is_sparse:
             _check_plain_lists(lowering, seen.values, step)
         if not self._fills_channels:

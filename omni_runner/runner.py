@@ -35,7 +35,7 @@ class PackedRunnerMixin(_EngineRunner):
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample, and hand out an output that our builder thread completes."""
-        path = self._omni_runner_path or path_of(self)
+        path = path_of(self)
         try:
             with path.constructs_ours:
                 return super().sample_tokens(*args, **kwargs)
@@ -44,14 +44,14 @@ class PackedRunnerMixin(_EngineRunner):
 
     def _maybe_run_eager_omni_postprocess_before_async_output(self, **step: Any) -> bool:
         postprocessed = super()._maybe_run_eager_omni_postprocess_before_async_output(**step)
-        (self._omni_runner_path or path_of(self)).pending = step, postprocessed
+        path_of(self).pending = step, postprocessed
         return postprocessed
 
     def _snapshot_omni_output_tensors_for_async_output(
         self, *, use_async_omni_output: bool, hidden_states: Any, multimodal_outputs: Any, **others: Any
     ) -> Any:
         if use_async_omni_output:
-            path = self._omni_runner_path or path_of(self)
+            path = path_of(self)
             pending = path.take_pending(hidden_states, multimodal_outputs)
             if pending is None:
                 path.counters.count_stock(NO_METADATA)
@@ -59,13 +59,14 @@ class PackedRunnerMixin(_EngineRunner):
                 path.counters.count_stock(FOREIGN_SNAPSHOT)
             else:
                 try:
-                    return (path.pack_in_span if path.marks_spans else path.pack)(
-                        self,
-                        pending,
-                        hidden_states=hidden_states,
-                        multimodal_outputs=multimodal_outputs,
-                        others=others,
-                    )
+                    with path.upstream.record_function("omni_async_output:snapshot_cpu_payload"):
+                        return path.pack(
+                            self,
+                            pending,
+                            hidden_states=hidden_states,
+                            multimodal_outputs=multimodal_outputs,
+                            others=others,
+                        )
                 except NotCovered as reason:
                     path.counters.count_stock(str(reason))
                 except Exception as failure:  # noqa: BLE001  the engine's own snapshot serves this step

@@ -43,8 +43,6 @@ class StepContext:
         its place among the requests that have output.
     is_sparse
         Whether sparse audio routing applies.
-    is_decode
-        Whether it is no more than one token of each request.
     key
         Equal for steps that put the same rows in the same places.
     """
@@ -56,13 +54,17 @@ class StepContext:
     consumers: tuple[int, ...]
     elements: tuple[int, ...]
     is_sparse: bool
-    is_decode: bool
     key: Hashable
 
     @property
     def everyone_consumes(self) -> bool:
         """Whether no request of the step goes without a payload."""
         return len(self.consumers) == len(self.request_ids)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is no more than one token of each request."""
+        return self.scheduled_tokens <= len(self.request_ids)
 
 
 def make_step(
@@ -118,7 +120,6 @@ def make_step(
         consumers=consumers,
         elements=elements,
         is_sparse=is_sparse,
-        is_decode=scheduled_tokens <= count,
         key=(scheduled_tokens, count, starts.tobytes(), rows.tobytes(), consumers, is_sparse, elements),
     )
 
