@@ -1,232 +1,26 @@
-"""The tuner: what it picks, what it rejects, and what is left after Ctrl-C. A fake stands for the GPU."""
+"""The tuner's program: the file, the chart, progress, Ctrl-C, the command line; and measuring on a GPU."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 import torch
 
-import spanpack
 from spanpack import tune
-from spanpack._size_classes import SIZE_CLASSES, LaunchConfig, size_class
-from spanpack._tune_report import Machine, chart, table
-from spanpack._tune_results import COPY_ENGINE, CallTimes, Findings, Transport
-from spanpack._tune_search import Search, TuneError, candidates
+from spanpack._size_classes import SIZE_CLASSES, LaunchConfig
+from spanpack._tune_report import chart
+from spanpack._tune_results import COPY_ENGINE
+from spanpack._tune_search import Search, candidates
 from spanpack._tune_workloads import Workload, awkward_workload, default_workloads, uniform_workload
 from spanpack._tuned_file import read_tuned
-from spanpack.plan import Route
 from spanpack.tiles import make_tiles
 from spanpack.tune import Job, ProgressBar, most_frequent
-
-MACHINE = Machine("NVIDIA H200", "3.6.0", "2.11.0", "2026-11-29")
-SIZES = [uniform_workload(nbytes) for nbytes in (1 << 12, 1 << 16, 1 << 20)]
-CPU = torch.device("cpu")
-
-
-@dataclass
-class FakeMeasurer:
-    """A GPU on which the time of a pack is whatever a test says."""
-
-    us: Callable[[str, LaunchConfig, bool], float] = lambda name, config, busy: 10.0
-    landed_us: Callable[[int, Transport, bool], float] = lambda nbytes, transport, busy: 50.0
-    stream_us: Callable[[Transport], float] = lambda transport: 2.0
-    wrong: set[tuple[str, LaunchConfig]] = field(default_factory=set)
-    wrong_transports: set[Transport] = field(default_factory=set)
-    broken: set[LaunchConfig] = field(default_factory=set)
-    too_large: set[str] = field(default_factory=set)
-    interrupt_after: int = 10**9
-    measured: list[tuple[str, LaunchConfig]] = field(default_factory=list)
-
-    def prepare(self, workload: Workload) -> FakeBench:
-        if workload.name in self.too_large:
-            raise torch.cuda.OutOfMemoryError
-        return FakeBench(self, workload)
-
-
-@dataclass
-class FakeBench:
-    owner: FakeMeasurer
-    workload: Workload
-
-    def is_correct(self, config: LaunchConfig, transport: Transport = COPY_ENGINE) -> bool:
-        if config in self.owner.broken:
-            raise RuntimeError("too many registers\nmore of it")
-        return (self.workload.name, config) not in self.owner.wrong and transport not in self.owner.wrong_transports
-
-    def stream_us(self, config: LaunchConfig, transport: Transport = COPY_ENGINE, *, busy: bool) -> float:
-        if len(self.owner.measured) >= self.owner.interrupt_after:
-            raise KeyboardInterrupt
-        self.owner.measured.append((self.workload.name, config))
-        if transport != COPY_ENGINE or self.workload.name.startswith("16 leaves"):
-            return self.owner.stream_us(transport)
-        return self.owner.us(self.workload.name, config, busy)
-
-    def call_us(self, config: LaunchConfig, transport: Transport, *, busy: bool) -> CallTimes:
-        host_us = 6.0 if transport.direct or transport.addresses == "mapped" else 10.0
-        return CallTimes(host_us, self.owner.landed_us(self.workload.device_bytes, transport, busy))
-
-
-def search(measurer: FakeMeasurer, workloads: list[Workload] | None = None, sizes: list[Workload] = SIZES) -> Findings:
-    chosen = default_workloads(quick=True) if workloads is None else workloads
-    return Search(measurer, chosen, sizes, awkward_workload(), candidates(), lambda *_: None).run()
-
-
-def faster(config: LaunchConfig, us: float, name: str = "") -> Callable[[str, LaunchConfig, bool], float]:
-    return lambda workload, tried, busy: us if tried == config and name in workload else 10.0
-
-
-def test_where_nothing_is_faster_the_defaults_stay() -> None:
-    findings = search(FakeMeasurer())
-    assert findings.complete
-    assert list(findings.classes) == [group.name for group in SIZE_CLASSES]
-    assert all(result.config == result.group.default for result in findings.classes.values())
-    assert all(result.gain == 0 for result in findings.classes.values())
-    assert "Tuning gains nothing" in table(findings)
-
-
-def test_the_fastest_wins_in_its_class_only() -> None:
-    best = LaunchConfig(16384, 8)
-    findings = search(FakeMeasurer(us=faster(best, 8.0, "thinker_decode_64")))
-    assert {name for name, result in findings.classes.items() if result.config == best} == {"small"}
-    assert findings.classes["small"].gain == pytest.approx(0.2)
-    assert "up to 20.0%, in 1 of 6" in table(findings)
-
-
-def test_less_than_three_percent_is_noise() -> None:
-    findings = search(FakeMeasurer(us=faster(LaunchConfig(16384, 8), 9.8)))
-    assert all(result.config == result.group.default for result in findings.classes.values())
-
-
-def test_of_equally_fast_ones_the_longest_tile_wins() -> None:
-    fast = {LaunchConfig(1024, 1): 8.0, LaunchConfig(8192, 4): 8.05, LaunchConfig(16384, 8): 8.4}
-    findings = search(FakeMeasurer(us=lambda _, config, busy: fast.get(config, 10.0)))
-    assert findings.classes["small"].config == LaunchConfig(8192, 4)
-
-
-def test_the_busy_gpu_counts_as_much_as_the_idle_one() -> None:
-    quiet = LaunchConfig(16384, 8)
-    findings = search(FakeMeasurer(us=lambda _, config, busy: (20.0 if busy else 8.0) if config == quiet else 10.0))
-    assert findings.classes["small"].config == findings.classes["small"].group.default
-
-
-def test_luck_in_the_first_round_does_not_decide() -> None:
-    lucky = LaunchConfig(16384, 8)
-    measurer = FakeMeasurer()
-    measurer.us = lambda name, config, _: (
-        5.0 if config == lucky and measurer.measured.count((name, config)) <= 2 else 10.0
-    )
-    assert search(measurer).classes["small"].config != lucky
-
-
-def test_who_is_not_faster_every_time_is_not_faster() -> None:
-    shaky = LaunchConfig(16384, 8)
-    measurer = FakeMeasurer()
-
-    def us(name: str, config: LaunchConfig, busy: bool) -> float:
-        if config != shaky:
-            return 10.0
-        return 10.5 if measurer.measured.count((name, config)) in (7, 8) else 5.0  # the third round of five
-
-    measurer.us = us
-    assert search(measurer).classes["small"].config != shaky
-
-
-@pytest.mark.parametrize("name", ["awkward", "thinker_decode_64"])
-def test_wrong_bytes_are_rejected_however_fast(name: str) -> None:
-    bad = LaunchConfig(16384, 8)
-    findings = search(FakeMeasurer(us=faster(bad, 1.0), wrong={(name, bad)}))
-    assert findings.rejected == {bad: "wrong bytes"}
-    assert bad not in {result.config for result in findings.classes.values()}  # nor where it had won before
-    assert "16384/8 rejected: wrong bytes" in table(findings)
-
-
-def test_what_does_not_compile_is_rejected() -> None:
-    bad = LaunchConfig(16384, 8)
-    measurer = FakeMeasurer(us=faster(bad, 1.0), broken={bad})
-    assert search(measurer).rejected == {bad: "RuntimeError: too many registers"}
-    assert bad not in {config for _, config in measurer.measured}
-
-
-def test_a_default_that_does_not_work_ends_the_tuning() -> None:
-    default = SIZE_CLASSES[-1].default
-    with pytest.raises(TuneError, match=f"{default} does not work here: wrong bytes"):
-        search(FakeMeasurer(wrong={("awkward", default)}))
-
-
-def test_a_default_that_fails_on_one_workload_loses_its_class_only() -> None:
-    group = next(group for group in SIZE_CLASSES if group.name == "large")
-    findings = search(FakeMeasurer(wrong={("thinker_prefill_8k", group.default)}))
-    assert "large" not in findings.classes
-    assert findings.skipped == {"large": "the default: wrong bytes"}
-    assert len(findings.classes) == 5
-
-
-def test_what_does_not_fit_in_the_memory_is_skipped() -> None:
-    findings = search(FakeMeasurer(too_large={"thinker_prefill_8k", SIZES[0].name}))
-    assert set(findings.classes) == {group.name for group in SIZE_CLASSES} - {"large"}
-    assert findings.skipped["thinker_prefill_8k"] == "not enough memory"
-    assert findings.complete
-
-
-def sooner_up_to(limit: int) -> Callable[[int, Transport, bool], float]:
-    return lambda nbytes, transport, busy: 30.0 if transport.direct and nbytes <= limit else 50.0
-
-
-@pytest.mark.parametrize(("limit", "expected"), [(0, 0), (1 << 12, 1 << 12), (1 << 16, 1 << 16), (1 << 30, 1 << 20)])
-def test_direct_stores_up_to_where_they_land_sooner(limit: int, expected: int) -> None:
-    findings = search(FakeMeasurer(landed_us=sooner_up_to(limit)))
-    assert findings.threshold("direct_store") == expected
-    assert findings.threshold("mapped_addresses") == 0
-
-
-def test_mapped_addresses_have_a_threshold_of_their_own() -> None:
-    findings = search(
-        FakeMeasurer(landed_us=lambda nbytes, transport, busy: 30.0 if transport.addresses == "mapped" else 50.0)
-    )
-    assert (findings.threshold("direct_store"), findings.threshold("mapped_addresses")) == (0, 1 << 20)
-
-
-def test_the_producing_stream_may_not_lose_more_than_the_host_saves() -> None:
-    saved_us = 4.0
-    for extra_us, expected in ((saved_us - 0.1, 1 << 20), (saved_us + 0.1, 0)):
-        measurer = FakeMeasurer(
-            landed_us=sooner_up_to(1 << 30), stream_us=lambda t, extra=extra_us: 2.0 + extra * t.direct
-        )
-        assert search(measurer).threshold("direct_store") == expected
-
-
-def test_direct_stores_that_land_later_on_a_busy_gpu_are_out() -> None:
-    findings = search(
-        FakeMeasurer(landed_us=lambda _, transport, busy: (60.0 if busy else 30.0) if transport.direct else 50.0)
-    )
-    assert findings.threshold("direct_store") == 0
-
-
-def test_a_transport_with_wrong_bytes_is_out() -> None:
-    direct = Transport(direct=True)
-    findings = search(FakeMeasurer(landed_us=sooner_up_to(1 << 30), wrong_transports={direct}))
-    assert findings.threshold("direct_store") == 0
-    assert findings.unusable == {"direct_store": "wrong bytes"}
-    assert findings.complete
-
-
-def test_ctrl_c_keeps_the_thresholds_so_far() -> None:
-    def landed_us(nbytes: int, transport: Transport, busy: bool) -> float:
-        if nbytes == SIZES[1].device_bytes:
-            raise KeyboardInterrupt
-        return sooner_up_to(1 << 30)(nbytes, transport, busy)
-
-    findings = search(FakeMeasurer(landed_us=landed_us))
-    assert findings.threshold("direct_store") == SIZES[0].device_bytes
-    assert len(findings.classes) == len(SIZE_CLASSES)
-    assert not findings.complete
+from tests.support.fake_measurer import MACHINE, SIZES, FakeMeasurer, faster, search
 
 
 def run(job: Job, measurer: FakeMeasurer) -> tuple[int, str]:
@@ -304,52 +98,6 @@ def test_progress_never_runs_over() -> None:
     ).run()
     assert [done for done, _ in seen] == list(range(len(seen)))
     assert {total for _, total in seen} == {len(seen)}
-
-
-def test_candidates_are_launchable_and_different() -> None:
-    for quick in (False, True):
-        configs = candidates(quick=quick)
-        assert len(set(configs)) == len(configs)
-        assert all(32 <= config.tile_bytes // (32 * config.num_warps) <= 256 for config in configs)
-
-
-def test_the_workloads_cover_every_size_class() -> None:
-    for workloads in (default_workloads(quick=True), default_workloads()):
-        groups = {size_class(w.device_bytes, len(w.plan.segments)) for w in workloads}
-        assert groups == set(SIZE_CLASSES)
-        assert len({w.name for w in workloads}) == len(workloads)
-        assert all(route is Route.KERNEL for w in workloads for route in w.plan.use.routes)
-
-
-@pytest.mark.parametrize("config", [LaunchConfig(1024, 1), LaunchConfig(8192, 1)], ids=str)
-def test_the_awkward_workload_meets_every_branch_of_the_kernel(config: LaunchConfig) -> None:
-    workload = awkward_workload()
-    leaves = workload.make_leaves(CPU)
-    base = leaves[0].data_ptr()
-    assert base % 16 == 0
-    source, destination, row_bytes = (make_tiles(workload.plan.segments, config.tile_bytes)[:, i] for i in (1, 2, 4))
-    leaf = make_tiles(workload.plan.segments, config.tile_bytes)[:, 0]
-    source = source + np.array([tensor.data_ptr() - base for tensor in leaves])[leaf]
-    runs = row_bytes == 0
-    aligned16 = (source - destination) % 16 == 0
-    aligned4 = (source % 4 == 0) & (destination % 4 == 0)
-    assert (runs & aligned16).any()
-    assert (runs & ~aligned16 & aligned4).any()
-    assert (runs & ~aligned16 & ~aligned4).any()
-    assert (~runs & ((source | destination | row_bytes) % 8 == 0)).any()
-    assert (~runs & ((source | destination | row_bytes) % 8 == 4)).any()
-    assert (~runs & ((source | destination | row_bytes) % 4 != 0)).any()
-
-
-def test_the_awkward_workload_packs_alike_with_the_kernel() -> None:
-    if not spanpack.gather.interpreted():
-        pytest.skip("the kernel is compiled here; the GPU tests run it")
-    workload = awkward_workload()
-    leaves = workload.make_leaves(CPU)
-    expected, found = (torch.full((workload.device_bytes + 64,), 0xA5, dtype=torch.uint8) for _ in range(2))
-    spanpack.gather_torch(workload.plan, leaves, expected)
-    spanpack.gather_triton(workload.plan, leaves, found, LaunchConfig(8192, 1))
-    assert torch.equal(found, expected)
 
 
 def test_a_trace_is_tuned_for_by_its_most_frequent_steps() -> None:

@@ -23,6 +23,18 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     install_stand_ins(monkeypatch)
 
 
+def say_what_is_sampled(runner: Any, *, another_tensor: bool = False) -> None:
+    """Have bookkeeping say, as the engine's does, which tokens the output is made with; or others."""
+    bookkeeping = runner._bookkeeping_sync
+
+    def remember(scheduled: Any, sampled: Any, *others: Any) -> Any:
+        tokens = sampled.sampled_token_ids
+        runner.input_batch.prev_sampled_token_ids = tokens + 1 if another_tensor else tokens
+        return bookkeeping(scheduled, sampled, *others)
+
+    runner._bookkeeping_sync = remember
+
+
 def simulated(rig: Rig, runner: Any) -> PackedPath:
     """The path of a runner that packs on the rig's engine."""
     path = path_of(runner)
@@ -43,14 +55,7 @@ def test_sampled_tokens_come_in_the_pack_where_they_can(monkeypatch, case):
 
     def on(cls: type[Any]) -> Any:
         runner = make_runner(cls)
-        bookkeeping = runner._bookkeeping_sync
-
-        def remember(scheduled: Any, sampled: Any, *others: Any) -> Any:
-            tokens = sampled.sampled_token_ids
-            runner.input_batch.prev_sampled_token_ids = tokens + 1 if case == "another tensor" else tokens
-            return bookkeeping(scheduled, sampled, *others)
-
-        runner._bookkeeping_sync = remember
+        say_what_is_sampled(runner, another_tensor=case == "another tensor")
         if case.startswith("awaited"):
             runner.input_batch.sampling_metadata.output_token_ids = [[1]]
         return runner
@@ -96,13 +101,7 @@ def test_promised_tokens_are_kept(builder: str) -> None:
     hidden, multimodal = payload()
     multimodal = {"codes": multimodal["codes"]}
     rig, runner = Rig(), make_runner(PackedGPUARModelRunner)
-    bookkeeping = runner._bookkeeping_sync
-
-    def remember(scheduled: Any, sampled: Any, *others: Any) -> Any:
-        runner.input_batch.prev_sampled_token_ids = sampled.sampled_token_ids
-        return bookkeeping(scheduled, sampled, *others)
-
-    runner._bookkeeping_sync = remember
+    say_what_is_sampled(runner)
     path = simulated(rig, runner)
     if builder == "closed":
         path.builder_thread.close()
@@ -145,19 +144,13 @@ def test_tokens_that_the_builder_has_made_and_released_meanwhile_are_found(monke
 def test_awaited_tokens_may_be_looked_at_while_the_builder_is_at_work() -> None:
     """As the next step's sampling does: wait for the event, then read."""
     rig, runner = Rig(), make_runner(PackedGPUARModelRunner)
-    bookkeeping = runner._bookkeeping_sync
-
-    def remember(scheduled: Any, sampled: Any, *others: Any) -> Any:
-        runner.input_batch.prev_sampled_token_ids = sampled.sampled_token_ids
-        return bookkeeping(scheduled, sampled, *others)
-
     seen = []
 
     def look(tokens: Any, event: Any) -> None:
         event.synchronize()
         seen.append(tokens.tolist())
 
-    runner._bookkeeping_sync = remember
+    say_what_is_sampled(runner)
     runner.input_batch.sampling_metadata.output_token_ids = [[1]]
     runner.input_batch.set_async_sampled_token_ids = look
     simulated(rig, runner)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import logging
-import pickle
 from collections import namedtuple
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,52 +11,22 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spanpack
-from omni_runner import lowering, packing
+from omni_runner import lowering
 from omni_runner.builder import ChannelBuilder, ChannelRules
-from omni_runner.packing import PackedStep, StepPacker
-from omni_runner.reference import SPARSE_PROTOCOL_KEYS, as_tensor, flatten_payload
+from omni_runner.packing import StepPacker
 from omni_runner.step import NotCovered, StepContext, make_step
-from omni_runner.untrack import DICTS_COME_BACK
-from spanpack import flatten
+from tests.runner.packing_rig import ONE_LIST, UPSTREAM, WIDTH, numbered
 from tests.support.steps import step_of
 
-WIDTH = 4
-ONE_LIST = ChannelRules(partitions=False)
 PARTITIONED = ChannelRules(partitions=True)
+
+
 Pair = namedtuple("Pair", "left right")
-
-
-def wire_tensors(payload: dict[str, Any]) -> dict[str, torch.Tensor]:
-    found = {}
-    for key, value in payload.items():
-        tensor = value if isinstance(value, torch.Tensor) else as_tensor(value)
-        if tensor is None:
-            logging.getLogger("engine").warning("dropping %s", key)
-        else:
-            found[key] = tensor
-    return found
-
-
-def partition(payload: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    client = {key: value for key, value in payload.items() if key in ("audio", "meta.segment_end")}
-    return {key: value for key, value in payload.items() if key != "audio"}, client
-
-
-UPSTREAM: Any = SimpleNamespace(
-    flatten_payload=flatten_payload,
-    partition_flat_payload=partition,
-    ensure_tensor_values=wire_tensors,
-    sparse_protocol_keys=SPARSE_PROTOCOL_KEYS,
-)
 
 
 @pytest.fixture
 def packer() -> StepPacker:
     return StepPacker(spanpack.Packer("cpu"), UPSTREAM)
-
-
-def numbered(rows: int, width: int = WIDTH, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.arange(rows * width).reshape(rows, width).to(dtype)
 
 
 def build(
@@ -74,83 +40,6 @@ def build(
     channels = ChannelBuilder(UPSTREAM, rules).build(packed)
     packed.release()
     return channels
-
-
-def test_hidden_rows_and_tokens_that_look_alike_are_told_apart(packer: StepPacker) -> None:
-    step, payload, rows = step_of([1, 1]), {"x": numbered(2)}, numbered(2)
-    with_hidden = packer.pack(step, hidden_states=rows, multimodal_outputs=payload)
-    with_tokens = packer.pack(step, hidden_states=None, multimodal_outputs=payload, tokens=rows)
-    for packed, keys, tokens in ((with_hidden, ["hidden", "x"], False), (with_tokens, ["x"], True)):
-        assert packed.lowering is not None
-        assert [recipe.key for recipe in packed.lowering.recipes] == keys
-        assert (packed.lowering.tokens is not None) == tokens
-        channel, _ = ChannelBuilder(UPSTREAM, ONE_LIST).build(packed)
-        assert [list(payload) for payload in channel or ()] == [keys, keys]
-
-
-def has_tokens(packer: StepPacker, payload: dict[str, Any], rows: int = 2) -> bool:
-    step, tokens = step_of([1] * rows), torch.zeros(rows, 1)
-    packed = packer.pack(step, hidden_states=None, multimodal_outputs=payload, tokens=tokens)
-    assert packed.lowering is not None
-    found = packed.lowering.tokens is not None
-    if packed.snapshot is not None:
-        assert len(packed.snapshot.plan.use.routes) == len(flatten(payload)[0]) + found  # no leaf that is not used
-    return found
-
-
-def test_an_odd_step_without_tokens_keeps_them_out_of_no_other(packer: StepPacker) -> None:
-    payload, many = {"x": numbered(2)}, {f"x{i}": numbered(2) for i in range(8)}
-    found = [has_tokens(packer, each) for each in (payload, {}, {"t": "text"}, payload, many, many, payload)]
-    assert found == [True, False, False, True, False, False, True]
-
-
-@pytest.mark.parametrize("taken_between", [0, 1])
-def test_after_many_refusals_tokens_are_left_out_for_a_while(
-    packer: StepPacker, monkeypatch: pytest.MonkeyPatch, taken_between: int
-) -> None:
-    monkeypatch.setattr(packing, "_REST_STEPS", 5)
-    payload, many = {"x": numbered(2)}, {f"x{i}": numbered(2) for i in range(8)}
-    for number in range(packing._REFUSALS * (1 + taken_between) - taken_between):
-        assert not has_tokens(packer, many)
-        if taken_between and number < packing._REFUSALS * 2 - 2:
-            assert has_tokens(packer, payload)
-    assert [has_tokens(packer, payload) for _ in range(7)] == [False] * 5 + [True] * 2
-
-
-def test_a_refusal_now_and_then_costs_nobody_its_tokens(packer: StepPacker) -> None:
-    payload, many = {"x": numbered(2)}, {f"x{i}": numbered(2) for i in range(8)}
-    for _ in range(4 * packing._REFUSALS):
-        assert not has_tokens(packer, many)
-        assert has_tokens(packer, payload)
-        assert has_tokens(packer, payload)
-
-
-def test_awaited_tokens_that_are_refused_keep_no_others_out(
-    packer: StepPacker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lowering, "WITH_AWAITED_TOKENS_BYTES", 0)
-    payload, step, tokens = {"x": numbered(2)}, step_of([1, 1]), torch.zeros(2, 1)
-    for awaited in [True] * packing._REFUSALS + [False]:
-        packed = packer.pack(
-            step, hidden_states=None, multimodal_outputs=payload, tokens=tokens, tokens_awaited=awaited
-        )
-        assert packed.has_tokens is not awaited
-
-
-def test_prefills_that_are_too_large_for_tokens_are_lowered_once(
-    packer: StepPacker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lowering, "WITH_TOKENS_BYTES", 9 * WIDTH * 2)
-    lowered = []
-    lower = packer._lowerer.lower
-    monkeypatch.setattr(packer._lowerer, "lower", lambda *given, **more: lowered.append(more) or lower(*given, **more))
-    tokens = torch.zeros(2, 1)
-    for rows, attempts in (([1, 8], 1), ([1, 9], 1), ([1, 1], 1)):
-        lowered.clear()
-        hidden = numbered(sum(rows))
-        packed = packer.pack(step_of(rows), hidden_states=hidden, multimodal_outputs=None, tokens=tokens)
-        assert len(lowered) == attempts
-        assert packed.has_tokens == (sum(rows) <= 9)
 
 
 def column(channel: Any, key: str) -> list[Any]:
@@ -454,71 +343,3 @@ def test_torch_calls_do_not_depend_on_the_number_of_requests(packer: StepPacker,
         assert counter.calls <= 2 * len(inter[0])
         calls.append(counter.calls)
     assert calls[0] == calls[1]
-
-
-def test_a_packed_step_outlives_its_release(packer: StepPacker) -> None:
-    packed: PackedStep = packer.pack(step_of([1, 1]), hidden_states=numbered(2), multimodal_outputs=None)
-    inter, _ = ChannelBuilder(UPSTREAM, ONE_LIST).build(packed)
-    packed.release()
-    assert torch.equal(inter[1]["hidden"], numbered(2)[1:])
-
-
-@pytest.mark.parametrize(
-    ("piles_up", "rules", "tracked"),
-    [
-        (True, ONE_LIST, False),
-        (False, ONE_LIST, True),
-        (True, ChannelRules(partitions=False, untracks=False), True),
-    ],
-    ids=["piling up", "taken as they come", "switched off"],
-)
-def test_payloads_that_pile_up_are_none_of_the_garbage_collectors_business(
-    packer: StepPacker, monkeypatch: pytest.MonkeyPatch, piles_up: bool, rules: ChannelRules, tracked: bool
-) -> None:
-    monkeypatch.setattr(spanpack.Snapshot, "copies_out", piles_up)
-    payload = {"codes": [numbered(1), numbered(2)], "n": 3, "mixed": [numbered(1), 5]}
-    packed = packer.pack(step_of([2, 1]), hidden_states=numbered(3), multimodal_outputs=payload)
-    inter, _ = ChannelBuilder(UPSTREAM, rules).build(packed)
-    assert inter is not None
-    tensors = [tensor for one in inter if one is not None for tensor in one.values()]
-    assert len(tensors) == 8
-    assert {gc.is_tracked(tensor) for tensor in tensors} == {tracked}
-    assert {gc.is_tracked(one) for one in inter} == {tracked or not DICTS_COME_BACK}
-
-
-@pytest.mark.parametrize("hidden_rows", [6, 600])
-def test_a_payload_that_crosses_processes_costs_its_own_bytes(packer: StepPacker, hidden_rows: int) -> None:
-    width, rows = 512, hidden_rows // 6
-    payload = {
-        "layer": numbered(hidden_rows, width),
-        "bos": [torch.zeros(1, 1, width)],
-        "codes": [numbered(2) for _ in range(6)],
-        "n": [1, 2, 3, 4, 5, 6],
-    }
-    step = step_of([rows] * 6)
-    packed = packer.pack(step, hidden_states=numbered(hidden_rows, width), multimodal_outputs=payload)
-    inter, _ = ChannelBuilder(UPSTREAM, ChannelRules(partitions=False, crosses_processes=True)).build(packed)
-    usual, _ = ChannelBuilder(UPSTREAM, ONE_LIST).build(packed)
-    assert inter is not None and usual is not None
-    for one, same in zip(inter, usual, strict=True):
-        assert one is not None and same is not None
-        assert one.keys() == same.keys()
-        assert all(torch.equal(one[key], same[key]) for key in one)
-        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in one.values())
-        assert len(pickle.dumps(one)) < sum(tensor.nbytes for tensor in one.values()) + 1024 * len(one)
-    assert len(pickle.dumps(usual[0])) > len(pickle.dumps(inter[0]))
-
-
-@pytest.mark.parametrize("crosses_processes", [True, False])
-def test_the_engines_msgpack_of_a_payload_has_its_own_bytes_only(packer: StepPacker, crosses_processes: bool) -> None:
-    serialization = pytest.importorskip(
-        "vllm_omni.distributed.omni_connectors.utils.serialization", reason="needs vllm-omni"
-    )
-    packed = packer.pack(
-        step_of([1] * 64), hidden_states=numbered(64, 512), multimodal_outputs={"x": numbered(64, 512)}
-    )
-    rules = ChannelRules(partitions=False, crosses_processes=crosses_processes)
-    inter, _ = ChannelBuilder(UPSTREAM, rules).build(packed)
-    assert inter is not None
-    own_bytes = 2 * 512 * 2
-    assert own_bytes < len(serialization.OmniSerializer.serialize(inter[5])) < own_bytes + 1024
