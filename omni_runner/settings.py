@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -85,8 +85,11 @@ class Settings:
         Raises
         ------
         SettingsError
-            A variable has a value that means nothing; the message names it and what it may be.
+            Variables have values that mean nothing; the message names each and what it may be.
         """
+        problems = [str(error) for name, read in _READERS.items() if (error := _failure(read, environ, name))]
+        if problems:
+            raise SettingsError("; ".join(problems))
         pinned_mib = _positive(environ, "OMNI_RUNNER_PINNED_MIB")
         return cls(
             enabled=_switch(environ, "OMNI_RUNNER"),
@@ -151,3 +154,24 @@ def _positive(environ: Mapping[str, str], name: str) -> int | None:
     if not (text.isascii() and text.isdecimal()) or int(text) == 0:
         raise SettingsError(f"{name}={text!r}: expected a whole number greater than 0")
     return int(text)
+
+
+_READERS: dict[str, Callable[[Mapping[str, str], str], object]] = {
+    "OMNI_RUNNER": _switch,
+    "OMNI_RUNNER_STRICT": _switch,
+    "OMNI_RUNNER_PINNED_MIB": _positive,
+    "OMNI_RUNNER_TUNE_PYTHON": _switch,
+    "OMNI_RUNNER_TRACE": _path,
+    "OMNI_RUNNER_TRACE_STEPS": _positive,
+    "OMNI_RUNNER_TRACE_SCRUB": _switch,
+}
+
+
+def _failure(
+    read: Callable[[Mapping[str, str], str], object], environ: Mapping[str, str], name: str
+) -> SettingsError | None:
+    try:
+        read(environ, name)
+    except SettingsError as error:
+        return error
+    return None

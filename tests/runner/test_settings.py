@@ -9,6 +9,7 @@ import pytest
 
 from omni_runner.errors import SettingsError
 from omni_runner.settings import (
+    _READERS,
     VARIABLES,
     Settings,
     asks_to_be_strict,
@@ -63,6 +64,12 @@ def test_bad_values_are_named(name: str, text: str) -> None:
     assert isinstance(caught.value, ValueError)
 
 
+def test_all_bad_values_are_named_at_once() -> None:
+    environ = {"OMNI_RUNNER": "maybe", "OMNI_RUNNER_PINNED_MIB": "1", "OMNI_RUNNER_TRACE_STEPS": "-3"}
+    with pytest.raises(SettingsError, match=r"^OMNI_RUNNER='maybe': .*; OMNI_RUNNER_TRACE_STEPS='-3': "):
+        Settings.from_env(environ)
+
+
 def test_a_home_directory_that_is_not_there_is_named() -> None:
     with pytest.raises(SettingsError, match="OMNI_RUNNER_TRACE='~nobody-here/traces'"):
         Settings.from_env({"OMNI_RUNNER_TRACE": "~nobody-here/traces"})
@@ -98,6 +105,10 @@ def test_misspelt_and_former_variables_are_found() -> None:
 )
 def test_strict_is_read_by_itself(environ: dict[str, str], strict: bool) -> None:
     assert asks_to_be_strict(environ) is strict
+
+
+def test_every_variable_is_read() -> None:
+    assert set(_READERS) == set(VARIABLES)
 
 
 def test_every_field_has_a_variable() -> None:
