@@ -1,8 +1,8 @@
 """The asynchronous output of a packed runner.
 
-What is done stays the engine's: its own `get_output` joins the builder thread, raises what the builder raised and
-finishes the tokens. Who builds (a thread that stays), what a second `get_output` does (the same again) and how the
-sampled tokens get to the host (see `sampled_tokens`; where it can't, vLLM's base class does it) are ours.
+`get_output` stays the engine's: it joins the builder thread, raises what the builder raised and finishes the tokens.
+Ours are the builder thread, which lives on from step to step; that `get_output` may be called again; and the way of the
+sampled tokens to the host (see `sampled_tokens`; vLLM's base class brings them where that can't).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from threading import Thread  # by name: what others put in the place of threading.Thread is made for their threads
+from threading import Thread  # by name, so that a class put in the place of threading.Thread later is not used
 from typing import Generic, TypeVar
 
 from omni_runner.errors import BuilderThreadClosed
@@ -72,12 +72,14 @@ class Job(Generic[T]):
         Raises
         ------
         BuilderThreadClosed
-            The thread was closed before the work ran.
+            The thread was closed before the work ran, or this is a forked child, which has no such thread.
         TimeoutError
             The job was not settled within `timeout` seconds.
         """
         self.join(timeout)
         if not self.settled:
+            if self._pid != os.getpid():
+                raise BuilderThreadClosed("the builder thread belongs to the process that this one was forked from")
             raise TimeoutError(f"the job is not settled after {timeout} s")
         if self._cancelled:
             raise BuilderThreadClosed("the builder thread was closed before it came to this job")

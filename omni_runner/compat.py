@@ -70,9 +70,7 @@ class Upstream:
     runner_cls, worker_cls : type
         The stock AR runner and worker.
     async_output_cls : type
-        vllm-omni's asynchronous output, a subclass of `async_output_base`.
-    async_output_base : type
-        vLLM's: copies the sampled tokens to the host.
+        vllm-omni's asynchronous output.
     runner_module : module
         The module in whose globals `sample_tokens` looks its names up.
     record_function : callable
@@ -87,15 +85,12 @@ class Upstream:
         Flat keys that are routing metadata, not payload.
     shares_channel : bool
         Whether both channels are one list where they carry the same (0.26 on), or two equal ones.
-    drains_connector_in_builder : bool
-        Whether the builder drains the connector's signals (0.24 to 0.28), or `sample_tokens` does (0.30).
     """
 
     version: str
     runner_cls: type[Any]
     worker_cls: type[Any]
     async_output_cls: type[Any]
-    async_output_base: type[Any]
     runner_module: ModuleType
     record_function: Callable[[str], AbstractContextManager[Any]]
     flatten_payload: Callable[[Any], dict[str, Any]]
@@ -103,17 +98,11 @@ class Upstream:
     ensure_tensor_values: Callable[[dict[str, Any]], dict[str, Any]]
     sparse_protocol_keys: frozenset[str]
     shares_channel: bool
-    drains_connector_in_builder: bool
     _snapshot_names: Mapping[str, Any]
     _snapshot_helper: Callable[..., Any]
     _sparse_routing: Callable[..., tuple[list[str], dict[str, int], bool]]
     _stage_sends: Callable[[Any], bool] | None
     _has_client_keys: bool
-
-    @property
-    def is_known(self) -> bool:
-        """Whether this version is one that the package was tried with."""
-        return is_known_version(self.version)
 
     def snapshots_as_known(self) -> bool:
         """Whether the engine's snapshot helper is the one that was resolved; if not, somebody has put another there."""
@@ -205,13 +194,11 @@ def resolve_classes(runner_cls: type[Any], worker_cls: type[Any], version: str) 
         return _function(runner_cls, method).__globals__.get(name)
 
     sparse_routing = used_by(BUILDER, "resolve_sparse_mm_routing")
-    builder = _function(runner_cls, BUILDER)
     return Upstream(
         version=version,
         runner_cls=runner_cls,
         worker_cls=worker_cls,
         async_output_cls=used_by("sample_tokens", "OmniAsyncGPUModelRunnerOutput"),
-        async_output_base=used_by("sample_tokens", "AsyncGPUModelRunnerOutput"),
         runner_module=sys.modules[_function(runner_cls, "sample_tokens").__module__],
         record_function=used_by(SNAPSHOT, "record_function_or_nullcontext"),
         flatten_payload=used_by(BUILDER, "flatten_payload"),
@@ -219,7 +206,6 @@ def resolve_classes(runner_cls: type[Any], worker_cls: type[Any], version: str) 
         ensure_tensor_values=used_by("_build_multimodal_outputs", "_ensure_tensor_values"),
         sparse_protocol_keys=_sparse_protocol_keys(runner_cls),
         shares_channel=used_by(BUILDER, "stage_sends_async_output") is not None,
-        drains_connector_in_builder=_mentions(builder, "get_omni_connector_output"),
         _snapshot_names=_function(runner_cls, SNAPSHOT).__globals__,
         _snapshot_helper=used_by(SNAPSHOT, _SNAPSHOT_HELPER),
         _sparse_routing=sparse_routing or runner_cls._resolve_sparse_mm_routing,

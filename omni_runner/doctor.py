@@ -220,8 +220,7 @@ def _examine_engine(report: Report, deploy: Path | None, pipeline: str | None) -
     if not compat.is_known_version(str(vllm_omni.__version__)):
         report.warnings.append(f"not tried with vllm-omni {vllm_omni.__version__}")
     refusal = _refusal()
-    # Unreadable settings are among the problems already.
-    if refusal and refusal not in report.problems:
+    if refusal and not any(problem in refusal for problem in report.problems):  # as unreadable settings are
         report.problems.append(refusal)
     platform = platform_name(current_platform())
     report.machine["platform"] = platform

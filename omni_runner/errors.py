@@ -40,7 +40,7 @@ class UpstreamMismatch(OmniRunnerError):
     Attributes
     ----------
     problems : tuple of str
-        One entry for each name, e.g. ``"GPUARModelRunner.sample_tokens is missing (seen in 0.24 to 0.30)"``.
+        One entry for each name, e.g. ``"sample_tokens of the runner class is missing (seen in 0.28 and 0.30)"``.
     """
 
     def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:

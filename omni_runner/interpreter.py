@@ -33,7 +33,7 @@ PYTHONS_SWITCH_INTERVAL_S = 0.005
 SWITCH_INTERVAL_S = 0.0005
 
 _lock = threading.RLock()  # garbage collection can bring a stage's end onto a thread that is in here
-_stages: dict[int, weakref.finalize[..., object]] = {}  # by id: what takes leave of a stage that is dropped
+_stages: dict[int, weakref.finalize[..., object]] = {}  # id of a stage -> what ends its tuning when it is collected
 _put_back: list[Callable[[], None]] = []  # what was changed, for the last of them
 
 

@@ -202,8 +202,8 @@ class Lowerer:
         Returns
         -------
         Lowering or None
-            None where tokens are not to be packed along: the payload is on the host or too large, there is none, or it
-            would take a table on the device to tell the kernel of the tokens.
+            None if the tokens should not join the pack: nothing else is gathered on their device, the payload is too
+            large, or the kernel would need a table on the device because of them.
 
         Raises
         ------

@@ -16,7 +16,7 @@ from omni_runner.async_output import constructed_as, make_async_output_cls
 from omni_runner.builder import ChannelBuilder, ChannelRules
 from omni_runner.builder_thread import BuilderThread
 from omni_runner.compat import check_runner
-from omni_runner.packing import PackedStep, PackedTree, StepPacker
+from omni_runner.packing import PackedStep, PackedWhole, StepPacker
 from omni_runner.sampled_tokens import SampledTokens
 from omni_runner.settings import Settings
 from omni_runner.stats import RunnerStats, StepCounters
@@ -96,7 +96,7 @@ class PackedPath:
         hidden_states: Tensor,
         multimodal_outputs: Any,
         others: Mapping[str, Any],
-    ) -> PackedStep | PackedTree:
+    ) -> PackedStep | PackedWhole:
         """Pack a step on the current stream. Whatever it raises, the step's tensors are as they were.
 
         Parameters
@@ -149,7 +149,7 @@ class PackedPath:
             )
             no_rows = torch.empty((0, *hidden_states.shape[1:]), dtype=hidden_states.dtype)
             tree = steps.pack_whole(payload, no_rows)
-            self.counters.count_mirror(str(reason))
+            self.counters.count_whole(str(reason))
             return tree
 
     def build(self, runner: Any, build_stock: Callable[..., Any], step: Mapping[str, Any]) -> Any:
@@ -171,7 +171,7 @@ class PackedPath:
             if isinstance(packed, PackedStep):
                 output = self._build_columns(build_stock, step, packed)
                 if packed.has_tokens:
-                    packed.tokens()  # for whoever was promised them
+                    packed.tokens()  # made before the release, for whoever was promised them
             else:
                 output = _build_whole(build_stock, step, packed)
             packed.release()
@@ -276,7 +276,7 @@ def _check_covered(runner: Any, postprocessed: bool) -> None:
         raise NotCovered("the model's postprocess runs in the builder")
 
 
-def _build_whole(build_stock: Callable[..., Any], step: Mapping[str, Any], packed: PackedTree) -> Any:
+def _build_whole(build_stock: Callable[..., Any], step: Mapping[str, Any], packed: PackedWhole) -> Any:
     """Give the engine's builder what its own snapshot would have given it."""
     payload = packed.payload()
     arguments = {

@@ -26,9 +26,9 @@ _NO_ROWS = torch.empty((0, 0))  # hidden rows of a step in which nobody wants an
 
 
 class PackedPayload:
-    """Stands for the engine's tensor snapshot: `sample_tokens` hands its fields to the builder, and waits for one.
+    """Stands in for the engine's snapshot object, and is its own `multimodal_outputs` and `async_payload`.
 
-    One object for all three: it is made on the decode thread in every step.
+    One allocation instead of three, since the decode thread makes one in every step.
 
     Attributes
     ----------
@@ -130,7 +130,7 @@ class PackedStep(PackedPayload):
         return self.made_tokens
 
 
-class PackedTree(PackedPayload):
+class PackedWhole(PackedPayload):
     """A whole payload tree on its way to the host."""
 
     __slots__ = ("_spec", "_values", "hidden_states")
@@ -160,8 +160,8 @@ class _Refusal(Enum):
 _REFUSED: Final = _Refusal.TOKENS
 _Found: TypeAlias = Lowering | str | _Refusal  # what was found out about a payload; str: why columns can't express it
 
-# A payload that takes no tokens is looked at, and if it was never seen lowered, twice. Once so many have refused them,
-# where two that took them make up for one, tokens are left out for so many steps.
+# Offering tokens to a payload that refuses them costs a second look, and a second lowering if it was never seen. After
+# so many refusals, of which two acceptances cancel one, none are offered for so many steps.
 _REFUSALS, _REST_STEPS = 8, 1000
 
 
@@ -209,7 +209,7 @@ class StepPacker:
         self._packer = packer
         self._lowerer = Lowerer(upstream, cache_capacity)
         self._fills_channels = fills_channels
-        # By whether hidden rows, tokens, and tokens that are awaited are beside the payload; they may look alike.
+        # One for each combination of (has hidden rows, has tokens, tokens are awaited): their leaves may look alike.
         self._lowerings = {
             beside: spanpack.PlanCache[_Found](cache_capacity) for beside in product((False, True), repeat=3)
         }
@@ -318,7 +318,7 @@ class StepPacker:
             return str(reason)
         return _REFUSED if found is None else found
 
-    def pack_whole(self, tree: Any, no_rows: Tensor = _NO_ROWS) -> PackedTree:
+    def pack_whole(self, tree: Any, no_rows: Tensor = _NO_ROWS) -> PackedWhole:
         """Pack every tensor of a payload tree as it is.
 
         Parameters
@@ -342,7 +342,7 @@ class StepPacker:
             whole = _Whole(seen.spec, plan)
             self._whole_plans.keep(seen, None, whole, None if plan is None else plan.signature)
         snapshot = None if whole.plan is None else self._packer.run(whole.plan, seen.leaves, validate=False)
-        return PackedTree(whole.spec, seen.values, snapshot, no_rows)
+        return PackedWhole(whole.spec, seen.values, snapshot, no_rows)
 
 
 def _may_take_tokens(step: StepContext, hidden_states: Tensor | None, *, awaited: bool) -> bool:

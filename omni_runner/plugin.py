@@ -6,7 +6,7 @@ with it the current platform; its stages are resolved later, in the serving proc
 without a `worker_cls` of its own takes the one that the platform names. Naming ours there reaches every
 worker through the stage's configuration, shows in the engine's logs, and leaves alone what has a
 `worker_cls` in the deploy YAML, generation stages, and the platforms that have workers of their own.
-Nothing of the worker or runner is imported here.
+Nothing of the worker or runner is imported here, and no other variable is read: the worker sees to those.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 
 from omni_runner.errors import SettingsError
 from omni_runner.platforms import current_platform, name_packed_ar_worker, platform_name
-from omni_runner.settings import Settings
+from omni_runner.settings import asks_to_be_on, asks_to_be_strict
 
 logger = logging.getLogger("vllm.omni_runner.plugin")  # below "vllm", so that the engine's handler shows it
 
@@ -33,12 +33,12 @@ def activate() -> bool:
         Whether the platform names our worker now.
     """
     try:
-        settings = Settings.from_env()
+        if not asks_to_be_on():
+            return False
     except SettingsError as error:
-        logger.warning("omni_runner stays off: %s", error)
-        return False
-    if not settings.enabled:
-        return False
+        if not asks_to_be_strict():  # else the worker refuses to start
+            logger.warning("omni_runner stays off: %s", error)
+            return False
     if "vllm_omni" not in sys.modules:
         # Importing it patches vLLM: not in a process that does without it.
         if importlib.util.find_spec("vllm_omni") is None:

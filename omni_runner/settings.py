@@ -36,7 +36,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "1024",
     ),
     "OMNI_RUNNER_TUNE_PYTHON": (
-        "0 leaves Python's garbage collection, of payloads that pile up too, and its thread switching as they are",
+        "0 keeps Python's own settings of garbage collection and of thread switching",
         "1",
     ),
     "OMNI_RUNNER_TRACE": ("folder into which each packed AR stage writes a trace of its first steps", "no trace"),
@@ -56,8 +56,6 @@ class Settings:
     ----------
     enabled : bool
         ``OMNI_RUNNER``: the entry point switches a whole deployment over.
-    strict : bool
-        ``OMNI_RUNNER_STRICT``: refuse to start rather than serve on the stock path.
     pinned_budget_bytes : int or None
         ``OMNI_RUNNER_PINNED_MIB`` in bytes; None leaves it to the packer.
     tune_python : bool
@@ -71,7 +69,6 @@ class Settings:
     """
 
     enabled: bool = False
-    strict: bool = False
     pinned_budget_bytes: int | None = None
     tune_python: bool = True
     trace_dir: Path | None = None
@@ -93,13 +90,23 @@ class Settings:
         pinned_mib = _positive(environ, "OMNI_RUNNER_PINNED_MIB")
         return cls(
             enabled=_switch(environ, "OMNI_RUNNER"),
-            strict=_switch(environ, "OMNI_RUNNER_STRICT"),
             pinned_budget_bytes=None if pinned_mib is None else pinned_mib << 20,
             tune_python=_switch(environ, "OMNI_RUNNER_TUNE_PYTHON", default=True),
             trace_dir=_path(environ, "OMNI_RUNNER_TRACE"),
             trace_steps=_positive(environ, "OMNI_RUNNER_TRACE_STEPS") or _DEFAULT_TRACE_STEPS,
             trace_scrub=_switch(environ, "OMNI_RUNNER_TRACE_SCRUB"),
         )
+
+
+def asks_to_be_on(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``OMNI_RUNNER`` is on, whatever other variables say.
+
+    Raises
+    ------
+    SettingsError
+        Its value means nothing.
+    """
+    return _switch(environ, "OMNI_RUNNER")
 
 
 def asks_to_be_strict(environ: Mapping[str, str] = os.environ) -> bool:

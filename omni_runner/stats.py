@@ -27,7 +27,7 @@ class RunnerStats:
         Steps of which only what their consumers need was packed, and built column by column.
     empty
         Steps that nobody consumed: nothing was packed.
-    mirror
+    whole
         Steps packed whole and built by the engine, by reason.
     stock
         Steps that took the engine's own snapshot, by reason.
@@ -43,7 +43,7 @@ class RunnerStats:
 
     columns: int = 0
     empty: int = 0
-    mirror: Mapping[str, int] = field(default_factory=dict)
+    whole: Mapping[str, int] = field(default_factory=dict)
     stock: Mapping[str, int] = field(default_factory=dict)
     builder_s: float = 0.0
     tokens_packed: int = 0
@@ -53,7 +53,7 @@ class RunnerStats:
     @property
     def steps(self) -> int:
         """Asynchronous steps, whichever way they took."""
-        return self.columns + self.empty + sum(self.mirror.values()) + sum(self.stock.values())
+        return self.columns + self.empty + sum(self.whole.values()) + sum(self.stock.values())
 
 
 class StepCounters:
@@ -63,13 +63,13 @@ class StepCounters:
         self._lock = threading.Lock()
         self.columns = 0  # steps packed as columns, and steps without consumers; only the engine's thread counts them
         self.empty = 0
-        self._mirror: Counter[str] = Counter()
+        self._whole: Counter[str] = Counter()
         self._stock: Counter[str] = Counter()
         self._builder_ns = 0
 
-    def count_mirror(self, reason: str) -> None:
+    def count_whole(self, reason: str) -> None:
         """Count a step that was packed whole; the first of its reason is logged."""
-        if self._is_first(self._mirror, reason):
+        if self._is_first(self._whole, reason):
             logger.info("omni_runner: packing whole payloads for the engine's own builder: %s", reason)
 
     def count_stock(self, reason: str) -> None:
@@ -94,7 +94,7 @@ class StepCounters:
             return RunnerStats(
                 columns=self.columns,
                 empty=self.empty,
-                mirror=dict(self._mirror),
+                whole=dict(self._whole),
                 stock=dict(self._stock),
                 builder_s=self._builder_ns / 1e9,
                 tokens_packed=tokens_packed,

@@ -7,11 +7,12 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from omni_runner.errors import TraceError
@@ -19,6 +20,8 @@ from omni_runner.step import StepContext
 from omni_runner.trace import FORMAT, Trace, TraceStep, trace_files
 
 DEFAULT_MAX_BYTES = 1 << 30
+_LARGEST = 2**63 - 1
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 class TraceWriter:
@@ -115,13 +118,15 @@ class TraceWriter:
         if isinstance(value, (list, tuple)):
             kind = "list" if isinstance(value, list) else "tuple"
             return {kind: [self._node(item, storages) for item in value]}
+        if isinstance(value, int) and not -_LARGEST - 1 <= value <= _LARGEST:
+            return {"unsupported": "a whole number of more than 64 bits"}
         if value is None or isinstance(value, (bool, int, float, str)):
             return {"value": self._scrubbed_value(value) if self.scrub else value}
         return {"unsupported": type(value).__qualname__ if self.scrub else repr(value)[:200]}
 
     def _tensor_node(self, tensor: Tensor, storages: dict[int, int]) -> dict[str, Any]:
         tensor = tensor.detach()
-        if tensor.layout != torch.strided or tensor.is_quantized:
+        if tensor.layout != torch.strided or tensor.is_quantized or not _is_storable(tensor.dtype):
             return {"unsupported": f"{tensor.layout} tensor of {tensor.dtype}, shape {list(tensor.shape)}"}
         storage = tensor.untyped_storage().data_ptr()
         return {
@@ -153,8 +158,15 @@ class TraceWriter:
         if tensor.is_complex() or tensor.is_floating_point():
             work_dtype = torch.complex64 if tensor.is_complex() else torch.float32
             return torch.randn(shape, dtype=work_dtype, generator=generator).to(tensor.dtype)
-        low, high = int(tensor.min()), int(tensor.max())
-        return torch.randint(low, min(high, 2**63 - 2) + 1, shape, generator=generator).to(tensor.dtype)
+        signed = tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype))  # torch finds no least of the wider unsigned ones
+        low, high = int(signed.min()), int(signed.max())
+        if low >= _LARGEST:  # no room above it to draw from
+            return tensor
+        return (
+            torch.randint(low, min(high, _LARGEST - 1) + 1, shape, generator=generator)
+            .to(signed.dtype)
+            .view(tensor.dtype)
+        )
 
     def _scrubbed_value(self, value: bool | int | float | str | None) -> bool | int | float | str | None:
         if isinstance(value, str):
@@ -252,6 +264,15 @@ def save_trace(path: str | Path, trace: Trace, scrub: bool = False) -> tuple[Pat
         writer.add(step)
     about = {key: value for key, value in trace.about.items() if key not in ("torch", "scrubbed")}
     return writer.save(path, about)
+
+
+@cache
+def _is_storable(dtype: torch.dtype) -> bool:
+    """Whether this version of safetensors has a name for a dtype."""
+    try:
+        return load(save({"": torch.empty(0, dtype=dtype)}))[""].dtype is dtype
+    except Exception:  # noqa: BLE001  it says so in several ways
+        return False
 
 
 def _beside(file: Path) -> Path:

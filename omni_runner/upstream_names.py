@@ -123,6 +123,3 @@ ATTRIBUTES: tuple[str, ...] = (
     "omni_prefix_cache",
     "vllm_config",
 )
-
-# And what we read to reserve memory before the first step; without them it is reserved step by step.
-SIZES: tuple[str, ...] = ("dtype", "hidden_size", "max_num_reqs", "max_num_tokens")

@@ -28,6 +28,7 @@ def warm_up(packer: spanpack.Packer, runner: Any) -> None:
         The engine's runner, with its model loaded.
     """
     packer.warmup()
+    # A runner may lack these attributes: then slabs are allocated as steps need them.
     for nbytes, slabs in reservations(
         row_bytes=runner.hidden_size * runner.dtype.itemsize
         if runner._model_omni_pooler_payload_include_hidden()

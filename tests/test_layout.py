@@ -73,12 +73,6 @@ def test_both_packages_come_from_one_place() -> None:
     assert places == checkout or places[0] == places[1]
 
 
-def test_spanpack_imports_no_engine() -> None:
-    loaded = run_python("import sys, spanpack; print(*sys.modules, sep='\\n')")
-    assert "spanpack" in loaded
-    assert not {name for name in loaded if name.split(".")[0] in ("vllm", "vllm_omni", "omni_runner")}
-
-
 def test_omni_runner_imports_without_the_engine() -> None:
     # None in sys.modules makes an import fail as if the package were absent.
     absent = "import sys; sys.modules.update(vllm=None, vllm_omni=None)"

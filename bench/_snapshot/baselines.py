@@ -239,6 +239,10 @@ class MemcpyBatch(_RawCopies):
         return slot
 
 
+def _all_in_one(self: _OneBuffer, scenario: Scenario) -> list[int]:
+    return [math.ceil(scenario.payload_bytes)]
+
+
 class OneCopy(_RawCopies):
     """A ceiling: the payload's bytes, in one device buffer already, in one copy. Gathers and hands over nothing."""
 
@@ -246,8 +250,7 @@ class OneCopy(_RawCopies):
     owns_bytes = False
     hands_over = False
 
-    def _leaf_sizes(self, scenario: Scenario) -> list[int]:
-        return [math.ceil(scenario.payload_bytes)]
+    _leaf_sizes = _all_in_one
 
     def take(self, step: StepInput) -> _Slot:
         slot = self._take_slot()
@@ -273,8 +276,7 @@ class DeviceCopy(_OneBuffer):
         super().__init__(machine, scenario)
         self._source = torch.empty(self._nbytes, dtype=torch.uint8, device=machine.device)
 
-    def _leaf_sizes(self, scenario: Scenario) -> list[int]:
-        return [math.ceil(scenario.payload_bytes)]
+    _leaf_sizes = _all_in_one
 
     def take(self, step: StepInput) -> _Slot:
         slot = self._take_slot()

@@ -216,7 +216,7 @@ def packed_path_counts(runner: Any) -> dict[str, int]:
         return {}
     taken = asdict(stats())
     counts = {name: taken[name] for name in ("columns", "empty", "tokens_packed", "token_copies")}
-    for kind in ("mirror", "stock"):
+    for kind in ("whole", "stock"):
         counts |= {f"{kind}: {reason}": count for reason, count in taken[kind].items()}
     pack = taken["pack"] or {}
     counts |= {f"fallback: {reason}": count for reason, count in pack.get("fallbacks", {}).items()}

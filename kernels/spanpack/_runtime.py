@@ -74,7 +74,7 @@ class TorchRuntime:
         """The same, filled with zeros in the order of the current stream."""
         return self.empty(nbytes).zero_()
 
-    def bring_home(self, flight: Flight, destination: int, source: int, nbytes: int, stream: int) -> None:
+    def copy_to_host(self, flight: Flight, destination: int, source: int, nbytes: int, stream: int) -> None:
         """Copy to the host on the copy stream, behind the producing stream's work; records the flight's events."""
         self.record(flight.events.packed, stream)
         self.copy_stream.wait_event(flight.events.packed)
@@ -177,7 +177,7 @@ class NativeRuntime(TorchRuntime):
         event.synchronize_handle = self._synchronize
         return event
 
-    def bring_home(self, flight: Flight, destination: int, source: int, nbytes: int, stream: int) -> None:
+    def copy_to_host(self, flight: Flight, destination: int, source: int, nbytes: int, stream: int) -> None:
         side, (_, _, packed, landed) = self._copy_handle, flight.events
         code = (
             self._record(packed, stream)

@@ -26,8 +26,9 @@ class LaunchConfig:
         return f"{self.tile_bytes}/{self.num_warps}"
 
 
-# Time is lowest at 64 bytes per thread while latency decides, at 256 while bandwidth does (more loads in flight); more
-# spills registers. Of the equally fast, the longer tile needs fewer descriptors.
+# Small packs are latency bound: short tiles reach all multiprocessors, with 64 bytes a thread. Large ones are bandwidth
+# bound: 256 bytes a thread keep more loads in flight, and still more would spill registers. Of equally fast tiles, the
+# longer needs fewer descriptors.
 SMALL, MEDIUM, LARGE = LaunchConfig(4096, 2), LaunchConfig(8192, 1), LaunchConfig(32768, 4)
 
 

@@ -164,11 +164,11 @@ class CudaBench:
             gather()
             runtime.record(flight.landed, handle)
 
-        def bring_home() -> None:
+        def copy_to_host() -> None:
             gather()
-            runtime.bring_home(flight, host, slab, nbytes, handle)
+            runtime.copy_to_host(flight, host, slab, nbytes, handle)
 
-        return store_directly if transport.direct else bring_home
+        return store_directly if transport.direct else copy_to_host
 
     def _pinned(self) -> Tensor:
         if self._host_slab is None:

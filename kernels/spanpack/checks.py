@@ -32,7 +32,7 @@ def check_fit(plan: Any, leaves: Any) -> None:
     """Raise for a plan that is none, and say how leaves differ from those that it was made for."""
     if not isinstance(plan, Plan):
         raise InputError(f"plan is a {type(plan).__name__}; give one from spanpack.make_plan")
-    why_not = plan.signature.misfit(leaves)
+    why_not = plan.signature.mismatch(leaves)
     if why_not:
         these = f"these {len(leaves)} leaves" if isinstance(leaves, Sized) else "these leaves"
         raise LeafError(

@@ -40,13 +40,14 @@ class PieceFacts(NamedTuple):
     total_rows
         Of all pieces.
     smallest, largest
-        Of all first rows and numbers of rows: negative if any is; at least as much as each of them.
+        Bounds of all first rows and row counts. `smallest` is negative if and only if one of them is; `largest` may
+        exceed the greatest of them.
     end
         The row behind the last one of all pieces.
     runs
         What has to be copied.
     copies
-        How many there are, if all are the same rows of one leaf; else 1.
+        Number of pieces if all are the same rows of one leaf, else 1.
     """
 
     rows: tuple[int, ...]
@@ -59,7 +60,7 @@ class PieceFacts(NamedTuple):
 
     @property
     def num_passed(self) -> int:
-        """How many runs the gather has to be told of, where it is told of copies once."""
+        """How many runs are passed to the kernel: copies of the same rows are passed once, with their number."""
         return 1 if self.copies > 1 else len(self.runs.starts)
 
     @staticmethod
@@ -74,7 +75,7 @@ class PieceFacts(NamedTuple):
             start = int(starts[0])
             run = Runs(None, starts[:1], np.array([total_rows], dtype=np.int64)) if total_rows else _NO_RUNS
             return PieceFacts(counts, total_rows, min(start, *counts), start + total_rows, start + total_rows, run)
-        both = starts | rows  # has the sign of a negative one, and every bit of the largest
+        both = starts | rows  # bitwise: negative if either is, and never less than the larger
         runs = _merge(leaves, starts, rows)
         alike = leaves is None and bool((starts == starts[0]).all() and (rows == rows[0]).all())
         copies = len(counts) if alike and counts[0] else 1

@@ -17,23 +17,12 @@ from pathlib import Path
 from ._size_classes import LARGE, MEDIUM, SIZE_CLASSES, SMALL, LaunchConfig, size_class
 from ._tuned_file import Tuned, read_tuned, tuned_file_name
 
-__all__ = ["DEFAULT_CONFIGS", "ConfigTable", "LaunchConfig", "choose_config", "load_configs", "triton_version"]
-
 logger = logging.getLogger("spanpack")
 
 USER_FILE_VARIABLE = "SPANPACK_TUNED"
 SHIPPED_FILES = Path(__file__).parent / "tuned"
 
 DEFAULT_CONFIGS: tuple[LaunchConfig, ...] = (SMALL, MEDIUM, LARGE)
-
-
-def choose_config(device_bytes: int, num_segments: int) -> LaunchConfig:
-    """The default configuration for a pack of so many bytes in so many segments.
-
-    Small packs are latency bound: short tiles spread them over all multiprocessors. Large ones are bandwidth bound:
-    many bytes per thread keep more loads in flight.
-    """
-    return size_class(device_bytes, num_segments).default
 
 
 @dataclass(frozen=True, slots=True)

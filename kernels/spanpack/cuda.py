@@ -125,11 +125,11 @@ class CudaEngine:
         device.turn = self.copies
         try:
             self._gather(plan, leaves, resident, device, stream, flight)
-            self.runtime.bring_home(flight, host.address, device.address, plan.device_bytes, stream)
+            self.runtime.copy_to_host(flight, host.address, device.address, plan.device_bytes, stream)
         except BaseException:
             # Both slabs may still be in use by what was queued, now or before: the flight has to end behind it.
             with suppress(RuntimeError):
-                self.runtime.bring_home(flight, host.address, device.address, plan.device_bytes, stream)
+                self.runtime.copy_to_host(flight, host.address, device.address, plan.device_bytes, stream)
             raise
         self.copies += 1
         self.copied_bytes += plan.device_bytes
@@ -154,7 +154,7 @@ class CudaEngine:
         stream: int,
         flight: Flight,
     ) -> None:
-        """Queue the gather into a slab; by torch where the plan's descriptors are not on the device."""
+        """Queue the gather into a slab; by torch copies if there is no resident."""
         if resident is None:
             assert isinstance(slab, DeviceSlab)
             gather_torch(plan, leaves, slab.tensor)
@@ -164,7 +164,7 @@ class CudaEngine:
         try:
             if (table is None or table.known != addresses) and 0 in addresses:
                 check_memory(leaves, plan.use.kernel)  # was there at the first pack, but may have gone since
-            if table is not None and table.bring(addresses, stream, flight):
+            if table is not None and table.update(addresses, stream, flight):
                 self.uploads += 1
             resident.launch(slab.address, stream, addresses)
         except BaseException as error:  # an interrupt from the keyboard as well
@@ -272,7 +272,7 @@ class CudaEngine:
         else:
             flight = host.flight = Flight(host.events or host.make_events(self.runtime.make_event))
         gather_torch(plan, leaves, _bytes(lease))
-        self.copies += len(plan.device_runs)
+        self.copies += len(plan.device_copies)
         self.copied_bytes += plan.payload_bytes
         self.runtime.mark_landed(flight, stream)
         return self._with_extras(plan, leaves, lease, flight, host)
@@ -281,7 +281,7 @@ class CudaEngine:
         self, plan: Plan, leaves: Sequence[Tensor], lease: memoryview, flight: Flight, host: HostSlab | None
     ) -> Snapshot:
         """A snapshot to which leaves on the host and opaque ones belong."""
-        if plan.host_runs:
+        if plan.host_copies:
             gather_host(plan, leaves, _bytes(lease))
         opaque = copy_opaque(plan, leaves, self.fallbacks)
         return Snapshot(plan, lease, flight, host, Rest(None, opaque) if opaque else None, self.overflow)

@@ -10,7 +10,7 @@ import torch
 
 from . import segments
 from ._runtime import TorchRuntime
-from .config import LaunchConfig
+from ._size_classes import LaunchConfig
 from .flight import Flight
 from .plan import Plan
 from .pool import HostPool
@@ -41,7 +41,8 @@ class DeviceTable:
     addresses
         Device address of the stored addresses; None where launches pass them.
     known
-        The addresses that are there, none before the first upload; None once nothing more has to get there.
+        Addresses that are on the device now: ``()`` before the first upload. None if the table stores no addresses and
+        its tiles are uploaded, so that nothing in it will ever change.
     """
 
     __slots__ = (
@@ -80,7 +81,7 @@ class DeviceTable:
         self._stream = runtime.current_stream()  # that reads and writes it; at first the one it was allocated on
         self._flight: Flight | None = None  # of the last pack that reads it
 
-    def bring(self, addresses: tuple[int, ...], stream: int, flight: Flight) -> bool:
+    def update(self, addresses: tuple[int, ...], stream: int, flight: Flight) -> bool:
         """Have everything there for a launch on `stream`; whether something had to be uploaded.
 
         An error leaves open what is there: the table is not to be used again.

@@ -85,10 +85,10 @@ class Fetcher:
             flight = slab.flight = Flight(slab.events or slab.make_events(runtime.make_event))
             copy = flight, slab.address, source.data_ptr(), nbytes, runtime.current_stream()
             try:
-                runtime.bring_home(*copy)
+                runtime.copy_to_host(*copy)
             except BaseException:
                 with suppress(RuntimeError):  # what was queued may still write: the flight has to end behind it
-                    runtime.bring_home(*copy)
+                    runtime.copy_to_host(*copy)
                 raise
         host = torch.frombuffer(lease, dtype=source.dtype).view(source.shape)
         return Fetched(host, flight.landed)

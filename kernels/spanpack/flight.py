@@ -10,7 +10,7 @@ from torch.cuda import Event
 
 
 class Events(NamedTuple):
-    """What a flight is followed by: made once per pinned slab, since making an event costs seven times a record.
+    """The two events of a flight. Made once per pinned slab, since making an event costs seven times a record.
 
     Attributes
     ----------

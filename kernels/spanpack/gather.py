@@ -12,14 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import LaunchConfig, choose_config
+from ._size_classes import LaunchConfig, size_class
 from .errors import LeafError, UnavailableError
-from .plan import Column, Plan, Route, Run
+from .plan import Column, Plan, Route, RowCopy
 from .segments import MOST_PASSED, PassedRun
 from .stats import Fallbacks
 from .tiles import make_tiles
-
-__all__ = ["Launcher", "gather_torch", "gather_triton", "interpreted", "triton_available"]
 
 # Stands for an address that is not there. Triton gives an integer 64 bits only where its value needs them.
 _NO_ADDRESSES = ((1 << 40) + 1,) * MOST_PASSED
@@ -40,19 +38,19 @@ def gather_torch(plan: Plan, leaves: Sequence[Tensor], slab: Tensor) -> None:
     slab
         ``[>= plan.device_bytes] uint8`` on the leaves' device.
     """
-    _copy_runs(plan, plan.device_runs, leaves, slab)
+    _copy_rows(plan, plan.device_copies, leaves, slab)
 
 
 def gather_host(plan: Plan, leaves: Sequence[Tensor], slab: Tensor) -> None:
     """Copy the leaves that are on the CPU already into their part of a host slab, ``[plan.slab_bytes] uint8``."""
-    _copy_runs(plan, plan.host_runs, leaves, slab)
+    _copy_rows(plan, plan.host_copies, leaves, slab)
 
 
-def _copy_runs(plan: Plan, runs: Sequence[Run], leaves: Sequence[Tensor], slab: Tensor) -> None:
+def _copy_rows(plan: Plan, copies: Sequence[RowCopy], leaves: Sequence[Tensor], slab: Tensor) -> None:
     targets: dict[int, Tensor] = {}
     sources: dict[int, Tensor] = {}
     with torch.no_grad():
-        for column_index, leaf, start, rows, first_row in runs:
+        for column_index, leaf, start, rows, first_row in copies:
             if not plan.columns[column_index].nbytes:
                 continue  # rows without elements
             target = targets.get(column_index)
@@ -102,7 +100,7 @@ def gather_triton(plan: Plan, leaves: Sequence[Tensor], slab: Tensor, config: La
     """
     if not plan.num_segments:
         return
-    config = config or choose_config(plan.device_bytes, plan.num_segments)
+    config = config or size_class(plan.device_bytes, plan.num_segments).default
     read = stage(plan, leaves)
     addresses = addresses_of(plan, read)
     if plan.passed_runs is not None:

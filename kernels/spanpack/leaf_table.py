@@ -24,7 +24,7 @@ _MOST_USES = 8  # sets of leaves that are remembered; a structure rarely has mor
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LeafKind:
-    """What the leaves of a column have in common. A table has one object for each kind, so `is` compares them."""
+    """What the leaves of a column have in common. Interned: a table has one object for each kind, so `is` compares."""
 
     dtype: torch.dtype
     row_shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class LeafKind:
     device: torch.device
 
 
-class _Look(NamedTuple):
+class _LeafLayout(NamedTuple):
     """One leaf, whatever its number of rows."""
 
     dtype: torch.dtype
@@ -81,8 +81,8 @@ class LeafTable:
         if device_type is None:
             device_type = next((leaf.device.type for leaf in leaves if leaf.device.type != "cpu"), "cpu")
         self.device_type = device_type
-        self._looks = tuple(map(_look, leaves))
-        numbers: dict[_Look, int] = {}
+        self._looks = tuple(map(_layout_of, leaves))
+        numbers: dict[_LeafLayout, int] = {}
         groups = [numbers.setdefault(look, len(numbers)) for look in self._looks]
         self.groups: Int64Array = np.array(groups, dtype=np.int64)
         known: dict[tuple[Any, ...], LeafKind] = {}
@@ -106,23 +106,23 @@ class LeafTable:
             return None
         row_counts = self.row_counts(leaves)
         if latest is not None and latest.row_counts == row_counts:
-            latest.sharpen(leaves)
+            latest.compile_guard(leaves)
         else:
             latest = self.latest = LeafLooks(self, row_counts)
         return latest
 
     def matches(self, leaves: Sequence[Tensor]) -> bool:
-        """Whether leaves look like these but for their rows; fast, but may be stricter than need be."""
+        """Whether leaves look like these but for their rows; fast, but may reject leaves that `admits` accepts."""
         if len(leaves) != len(self._looks):
             return False
         return self._check(leaves) if self._check is not None else self.admits(leaves)
 
     def admits(self, leaves: Sequence[Tensor]) -> bool:
-        """The same, slower and without false alarms: inference mode and gradients make no difference."""
+        """The same, exact and slower: inference mode and gradients make no difference."""
         return (
             len(leaves) == len(self._looks)
             and all(isinstance(leaf, Tensor) for leaf in leaves)
-            and tuple(map(_look, leaves)) == self._looks
+            and tuple(map(_layout_of, leaves)) == self._looks
         )
 
     @property
@@ -167,7 +167,7 @@ class LeafTable:
         except (AttributeError, TypeError, RuntimeError):
             return None
 
-    def misfit(self, leaves: Any, row_counts: Sequence[int]) -> str | None:
+    def mismatch(self, leaves: Any, row_counts: Sequence[int]) -> str | None:
         """How something differs from leaves that match and have so many rows, in words; None if it doesn't."""
         if not (isinstance(leaves, Sized) and isinstance(leaves, Iterable)):
             return f"given a {type(leaves).__name__}, not a sequence of tensors"
@@ -178,7 +178,7 @@ class LeafTable:
                 return f"leaf {index} is a {type(leaf).__name__}, not a tensor"
             if leaf.is_nested:
                 return f"leaf {index} is a nested tensor"
-            look, found_rows = _look(leaf), leaf.shape[0] if leaf.dim() else 1
+            look, found_rows = _layout_of(leaf), leaf.shape[0] if leaf.dim() else 1
             if (look, found_rows) != (expected, rows):
                 return f"leaf {index} is {look.in_words(found_rows)}, expected {expected.in_words(rows)}"
         return None
@@ -224,29 +224,29 @@ class LeafLooks:
         return LeafLooks(table, table.row_counts(leaves))
 
     def matches(self, leaves: Sequence[Tensor]) -> bool:
-        """Whether these leaves may be taken for those it was made from; fast, but may be stricter than need be."""
+        """Whether these leaves look like those it was made from; fast, but may reject some that `admits` accepts."""
         if self._check is not None:
             return self._check(leaves)
         if not self.table.matches(leaves) or self.table.row_counts(leaves) != self.row_counts:
             return False
-        self.sharpen(leaves)
+        self.compile_guard(leaves)
         return True
 
     def admits(self, leaves: Sequence[Tensor]) -> bool:
-        """The same, slower and without false alarms: inference mode and gradients make no difference."""
+        """The same, exact and slower: inference mode and gradients make no difference."""
         return self.table.admits(leaves) and self.table.row_counts(leaves) == self.row_counts
 
-    def misfit(self, leaves: Any) -> str | None:
+    def mismatch(self, leaves: Any) -> str | None:
         """How these differ from the leaves it was made from, in words; None if `admits` would be true."""
-        return self.table.misfit(leaves, self.row_counts)
+        return self.table.mismatch(leaves, self.row_counts)
 
     @property
     def is_quick(self) -> bool:
         """Whether it takes one call to recognise leaves."""
         return self._check is not None
 
-    def sharpen(self, leaves: Sequence[Tensor]) -> None:
-        """Be quick from now on, where guards can describe these leaves, which match."""
+    def compile_guard(self, leaves: Sequence[Tensor]) -> None:
+        """Compile a guard for exactly these row counts, where torch's guards can describe the leaves, which match."""
         if self._check is None and self.table.has_guard:
             self._check = self.table.guard(leaves, self.row_counts)
 
@@ -298,15 +298,15 @@ class _Facts(NamedTuple):
     row_stride: int
 
 
-def _look(leaf: Tensor) -> _Look:
+def _layout_of(leaf: Tensor) -> _LeafLayout:
     shape, layout = leaf.shape, leaf.layout
     strides, lazy = None, False
     if layout is torch.strided and not leaf.is_quantized:
         strides, lazy = leaf.stride(), leaf.is_conj() or leaf.is_neg()
-    return _Look(leaf.dtype, tuple(shape[1:]), not shape, leaf.device, layout, strides, lazy)
+    return _LeafLayout(leaf.dtype, tuple(shape[1:]), not shape, leaf.device, layout, strides, lazy)
 
 
-def _facts(look: _Look, device_type: str) -> _Facts:
+def _facts(look: _LeafLayout, device_type: str) -> _Facts:
     item_bytes, strides = look.dtype.itemsize, look.strides
     row_bytes = item_bytes * math.prod(look.row_shape)
     if strides is None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .tree import IMMUTABLE, LEAF, VALUE, TreeSpec
+from .tree import IMMUTABLE, LEAF, VALUE, TreeSpec, copy_if_plain
 
 Matcher = Callable[[Any], "tuple[tuple[Tensor, ...], list[Any]] | None"]
 
@@ -31,7 +31,7 @@ def compile_matcher(spec: TreeSpec) -> Matcher | None:
     callable or None
         Takes a tree, returns its leaves and its values, or None for a tree of another structure. It does not check
         that leaves are tensors: what recognises their dtypes and shapes does. None for structures that only `flatten`
-        can take apart: anything but dicts, lists, tuples, tensors and immutable values.
+        can take apart: anything but dicts, lists, tuples, tensors, immutable values and lists of those.
     """
     writer = _Writer()
     try:
@@ -41,7 +41,7 @@ def compile_matcher(spec: TreeSpec) -> Matcher | None:
     leaves = "".join(f"{name}, " for name in writer.leaves)
     lines = [*writer.lines, f"return ({leaves}), [{', '.join(writer.values)}]"]
     source = "def match(tree):\n" + "".join(f"    {line}\n" for line in lines)
-    scope: dict[str, Any] = {"immutable": IMMUTABLE, **writer.keys}
+    scope: dict[str, Any] = {"immutable": IMMUTABLE, "copy_if_plain": copy_if_plain, **writer.keys}
     exec(compile(source, f"<matcher of {len(writer.leaves)} leaves>", "exec"), scope)
     matcher: Matcher = scope["match"]
     return matcher
@@ -69,7 +69,11 @@ class _Writer:
             self.leaves.append(name)
             return at
         if token is VALUE:
-            self.lines.append(f"if type({name}) not in immutable: return None")
+            self.lines += [
+                f"if type({name}) not in immutable:",
+                f"    {name} = copy_if_plain({name})",
+                f"    if {name} is None: return None",
+            ]
             self.values.append(name)
             return at
         kind, described, *more = token

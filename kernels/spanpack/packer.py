@@ -64,8 +64,8 @@ class Packer:
     * A pack that finds no pinned slab is *late*: its bytes wait in device memory of its own until somebody waits for
       the snapshot, which copies them to pageable memory. At most 8 late packs wait at a time; before a ninth, the
       oldest is copied at once, which blocks that call. Snapshots that were dropped do not count.
-    * Pinned memory that the system has refused is not asked for again, nor more than that, until pinned memory was
-      given up or 1,000 such requests were turned down.
+    * Once the system has refused pinned memory, requests of that size or more are turned down without asking, until
+      pinned memory was given up or 1,000 requests were turned down.
     * Without device memory, torch copies leaf by leaf.
 
     What is slower than one launch and one copy is counted in `Stats.fallbacks` and logged once.

@@ -91,8 +91,8 @@ class Placed:
     Attributes
     ----------
     sources
-        For each consumer, in order: for each leaf of the node as the consumer sees it, the column and the piece; or
-        None if this consumer does not get the node.
+        For each consumer, in order: None if it does not get the node, else a (column, piece) pair for each leaf that it
+        sees.
     is_list
         Whether consumers see a list of tensors rather than one tensor.
     """
@@ -215,7 +215,7 @@ def _per_request(node: Node, tensors: Sequence[Tensor], spans: Spans, columns: l
         )
     groups: dict[object, list[int]] = {}  # consumers whose tensors can share a column
     for consumer, request in enumerate(spans.consumers):
-        groups.setdefault(_look(tensors[request]), []).append(consumer)
+        groups.setdefault(_column_key(tensors[request]), []).append(consumer)
     sources: list[tuple[tuple[int, int], ...] | None] = [None] * len(spans.consumers)
     for group in groups.values():
         chosen = [spans.consumers[consumer] for consumer in group]
@@ -225,8 +225,8 @@ def _per_request(node: Node, tensors: Sequence[Tensor], spans: Spans, columns: l
     return Placed(node, tuple(sources), False)
 
 
-def _look(tensor: Tensor) -> object:
-    """Tensors of equal look can stand in one column. Opaque ones can't share."""
+def _column_key(tensor: Tensor) -> object:
+    """Tensors with equal keys can share a column; an opaque tensor shares with none."""
     if _is_opaque(tensor):
         return object()
     return tensor.dtype, tensor.dim() == 0, tensor.shape[1:], tensor.device

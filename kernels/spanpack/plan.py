@@ -90,7 +90,7 @@ class Column(NamedTuple):
     opaque: int | None = None
 
 
-class Run(NamedTuple):
+class RowCopy(NamedTuple):
     """Rows that follow each other in a leaf and in a column."""
 
     column: int
@@ -162,17 +162,17 @@ class Plan:
         return make_passed_runs(self.parts)
 
     @cached_property
-    def device_runs(self) -> tuple[Run, ...]:
+    def device_copies(self) -> tuple[RowCopy, ...]:
         """Row copies that fill the device part of the slab; what the torch reference works from."""
-        return self._runs(host=False)
+        return self._row_copies(host=False)
 
     @cached_property
-    def host_runs(self) -> tuple[Run, ...]:
+    def host_copies(self) -> tuple[RowCopy, ...]:
         """Row copies from leaves that are on the CPU already."""
-        return self._runs(host=True) if self.slab_bytes > self.device_bytes else ()
+        return self._row_copies(host=True) if self.slab_bytes > self.device_bytes else ()
 
-    def _runs(self, *, host: bool) -> tuple[Run, ...]:
-        runs: list[Run] = []
+    def _row_copies(self, *, host: bool) -> tuple[RowCopy, ...]:
+        found: list[RowCopy] = []
         for index, (specs, column) in enumerate(zip(self.specs, self.columns, strict=True)):
             on_host = self.use.routes[specs[0].first_leaf] is Route.HOST
             if column.opaque is not None or not column.nbytes or on_host != host:
@@ -183,9 +183,9 @@ class Plan:
                 starts, rows = facts.runs.starts, facts.runs.rows
                 leaves = spec.leaves if facts.runs.leaves is None else facts.runs.leaves
                 before = np.cumsum(rows) - rows + first_row
-                runs.extend(
-                    Run(index, *run)
-                    for run in zip(
+                found.extend(
+                    RowCopy(index, *copy)
+                    for copy in zip(
                         np.broadcast_to(leaves, starts.shape).tolist(),
                         starts.tolist(),
                         rows.tolist(),
@@ -194,4 +194,4 @@ class Plan:
                     )
                 )
                 first_row += facts.total_rows
-        return tuple(runs)
+        return tuple(found)

@@ -10,8 +10,9 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from .leaf_table import LeafLooks
 from .matcher import Matcher, compile_matcher
-from .signature import Signature, make_signature
+from .signature import Signature
 from .tree import TreeSpec, flatten
 
 EntryT = TypeVar("EntryT")
@@ -40,7 +41,7 @@ class Sighting(Generic[EntryT]):
 
 
 @dataclass(slots=True, eq=False)
-class _Look(Generic[EntryT]):
+class _CachedEntry(Generic[EntryT]):
     key: Hashable
     match: Matcher | None
     signature: Signature
@@ -72,8 +73,9 @@ class PlanCache(Generic[EntryT]):
 
     def __init__(self, capacity: int = 64) -> None:
         self._capacity = capacity
-        self._looks: OrderedDict[Hashable, list[_Look[EntryT]]] = OrderedDict()
-        self._recent: list[_Look[EntryT]] = []  # tried first, by unpacking instead of walking; replaced, never changed
+        self._looks: OrderedDict[Hashable, list[_CachedEntry[EntryT]]] = OrderedDict()
+        # Tried first, by unpacking instead of walking. The list is replaced, never changed.
+        self._recent: list[_CachedEntry[EntryT]] = []
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -115,7 +117,7 @@ class PlanCache(Generic[EntryT]):
         signature
             Recognises the leaves, such as `Plan.signature`; by default one is made.
         """
-        look = _Look(key, compile_matcher(seen.spec), signature or make_signature(seen.leaves), entry)
+        look = _CachedEntry(key, compile_matcher(seen.spec), signature or LeafLooks.of(seen.leaves), entry)
         with self._lock:
             looks = self._looks.setdefault((seen.spec, key), [])
             looks.insert(0, look)
@@ -134,6 +136,6 @@ class PlanCache(Generic[EntryT]):
                     return look.entry
         return None
 
-    def _bring_forward(self, look: _Look[EntryT]) -> None:
+    def _bring_forward(self, look: _CachedEntry[EntryT]) -> None:
         recent = [look, *(other for other in self._recent if other is not look)]
         self._recent = recent[: self._RECENT]

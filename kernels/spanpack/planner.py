@@ -94,7 +94,7 @@ def _detached(columns: Sequence[ColumnSpec]) -> list[ColumnSpec]:
 
 
 def plan_columns(looks: LeafLooks, columns: Sequence[Sequence[ColumnSpec]]) -> Plan:
-    """The same for leaves that have been looked at, with columns in parts: each is the pieces of its specs in turn."""
+    """As `make_plan`, for leaves that were looked at. A column is a sequence of specs, whose pieces are joined."""
     return _Planner(looks, columns).plan()
 
 

@@ -47,8 +47,9 @@ class Shelf:
     idle
         Slabs that nobody holds. A copy may still be on its way into them.
     returned
-        What saw the lease of further such slabs die. Appended to by whichever thread drops the last view, perhaps in
-        the middle of anything: by a C function, so that no code of ours runs then, and never iterated over.
+        Watches of further such slabs, whose last view has died. A weak reference's callback appends to it, in whatever
+        thread drops the view and in the middle of whatever it does: so the callback is ``deque.append``, which runs no
+        Python code, and the deque is never iterated over.
     """
 
     __slots__ = ("capacity", "count", "idle", "most", "returned")
@@ -91,10 +92,10 @@ class Shelf:
         return len(self.idle) + len(self.returned)
 
     def is_crowded(self) -> bool:
-        """Whether bytes should be copied out of the next slabs before views are made of them.
+        """Whether the next snapshots should copy their bytes out of the slab.
 
-        So it is once half of the slabs are out; of large ones, whose allocation would hold a step up for
-        milliseconds, as soon as none is left for the next pack.
+        True once more than half of the slabs permitted are held; of large ones, since pinning one more would hold a
+        step up for milliseconds, as soon as none is left for the next pack.
         """
         unheld = self.unheld()
         if self.capacity >= LARGE_SLAB_BYTES and unheld == 0 and self.count > 1:

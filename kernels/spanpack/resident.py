@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ._runtime import TorchRuntime
-from .config import LaunchConfig
+from ._size_classes import LaunchConfig
 from .device_table import DeviceTable
 from .gather import Launcher
 from .plan import Plan
@@ -18,7 +18,7 @@ class Resident:
     launch
         ``launch(slab, stream, addresses)`` queues the gather.
     table
-        What the kernel looks up on the device; None where all it has to know comes with the launch.
+        The descriptors on the device; None if the launch's arguments carry all of them.
     turn
         Grows from use to use, over all residents.
     shelf
@@ -56,4 +56,4 @@ class Resident:
         self.shelf = pool.shelf(plan.slab_bytes)
         self.direct = direct
         self.reads_every_leaf = plan.use.reads_every_leaf
-        self.has_extras = bool(plan.use.staged or plan.host_runs or plan.use.has_opaque)
+        self.has_extras = bool(plan.use.staged or plan.host_copies or plan.use.has_opaque)

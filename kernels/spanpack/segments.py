@@ -98,7 +98,7 @@ def make_segments(parts: Sequence[Part]) -> Int64Array:
 
 
 def make_passed_runs(parts: Sequence[Part]) -> tuple[PassedRun, ...] | None:
-    """The same as runs that fit among the kernel's arguments; None where they are too many, or rows stand apart.
+    """The segments as kernel arguments; None if there are more than `MOST_PASSED` runs, or one whose rows stand apart.
 
     Most steps have a few: all spans of a step are one run in each leaf, and what every consumer gets a copy of is one.
     """

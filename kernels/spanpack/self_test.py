@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ._size_classes import LaunchConfig
 from .columns import ColumnSpec
-from .config import LaunchConfig
 from .flight import Events, Flight
 from .gather import addresses_of, gather_torch
 from .planner import make_plan
@@ -83,7 +83,7 @@ def _test(
     addresses = addresses_of(plan, leaves)
     try:
         if resident.table is not None:
-            resident.table.bring(addresses, stream, flight)
+            resident.table.update(addresses, stream, flight)
         if host is None:
             resident.launch(packed.data_ptr(), stream, addresses)
             runtime.synchronize_current()
@@ -97,7 +97,7 @@ def _test(
                 runtime.mark_landed(flight, stream)
             else:
                 resident.launch(packed.data_ptr(), stream, addresses)
-                runtime.bring_home(flight, host.address, packed.data_ptr(), plan.device_bytes, stream)
+                runtime.copy_to_host(flight, host.address, packed.data_ptr(), plan.device_bytes, stream)
     finally:  # also where it failed: what was queued may still read and write
         runtime.synchronize_current()
         flight.wait()

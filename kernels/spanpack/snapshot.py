@@ -101,7 +101,7 @@ class Snapshot:
         return self._crowded
 
     def done(self) -> bool:
-        """Whether the device is done: `wait` then returns at once, or after one copy where a slower path was taken."""
+        """Whether the device is done. `wait` then returns at once, or after one copy if a slower path was taken."""
         if self._landed:
             return True
         rest = self._rest
@@ -253,7 +253,7 @@ class Snapshot:
         if overflow is None or not self._crowded:
             return lease
         moved = overflow.take_over(lease)
-        self._overflow = None  # decided; of two threads that get here each has bytes that are as good as the other's
+        self._overflow = None  # decided; two threads that get here each have a valid copy
         if moved is None:
             self._copies_pieces = True
             return lease

@@ -23,7 +23,7 @@ TreeSpec = tuple[Any, ...]  # flat, in walking order: LEAF, VALUE or (kind, *des
 
 LEAF: Final = "leaf"
 VALUE: Final = "value"
-_PLAIN_KEYS: Final = frozenset({str, int, bytes, type(None)})  # keys of these equal no other of these
+_PLAIN_KEYS: Final = frozenset({str, int, bytes, type(None)})  # whose values never equal one of another of these types
 IMMUTABLE: Final = frozenset({str, bytes, int, float, bool, complex, type(None)})
 
 
@@ -99,10 +99,10 @@ def _walk(node: Any, leaves: list[Tensor], spec: list[Any], values: list[Any]) -
         spec.append(_describe_keys(dict, node))
         children: Any = node.values()
     elif kind is list or kind is tuple:
-        kinds = set(map(type, node))
-        if kinds <= IMMUTABLE and kinds:
+        plain = copy_if_plain(node)
+        if plain is not None:
             spec.append(VALUE)
-            values.append(list(node) if kind is list else node)
+            values.append(plain)
             return
         spec.append((kind, len(node)))
         children = node
@@ -124,6 +124,14 @@ def _walk(node: Any, leaves: list[Tensor], spec: list[Any], values: list[Any]) -
             leaves.append(child)
         else:
             _walk(child, leaves, spec, values)
+
+
+def copy_if_plain(node: Any) -> Any:
+    """A list of immutable values, copied, or a tuple of such; None for anything else, also for one without items."""
+    kind = type(node)
+    if (kind is list or kind is tuple) and node and IMMUTABLE.issuperset(map(type, node)):
+        return list(node) if kind is list else node
+    return None
 
 
 def _describe_keys(kind: type, node: Mapping[Any, Any]) -> tuple[Any, ...]:

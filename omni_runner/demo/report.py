@@ -44,7 +44,7 @@ def engine_report(stock: Run, packed: Run, comparison: Comparison) -> str:
     if stock.facts["prefix_rows"]:
         both("rows from the prefix cache", *(run.facts["prefix_rows"] for run in (stock, packed)))
     both("steps packed by column", "-", counted["columns"])
-    both("steps packed whole", "-", sum(counted["mirror"].values()))
+    both("steps packed whole", "-", sum(counted["whole"].values()))
     both("steps without consumer", "-", counted["empty"])
     both("packs", "-", pack["packs"])
     both("kernel launches", "-", pack["launches"])

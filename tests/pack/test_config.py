@@ -13,7 +13,7 @@ import pytest
 from spanpack import config
 from spanpack._size_classes import SIZE_CLASSES, size_class
 from spanpack._tuned_file import parse_tuned, read_tuned, tuned_file_name, write_tuned
-from spanpack.config import DEFAULT_CONFIGS, ConfigTable, LaunchConfig, choose_config, load_configs
+from spanpack.config import DEFAULT_CONFIGS, ConfigTable, LaunchConfig, load_configs
 
 GPU = "NVIDIA H200"
 
@@ -78,7 +78,7 @@ def levels(caplog: pytest.LogCaptureFixture) -> list[str]:
 )
 def test_every_pack_has_a_size_class(device_bytes: int, num_segments: int, expected: str) -> None:
     assert size_class(device_bytes, num_segments).name == expected
-    assert choose_config(device_bytes, num_segments) in DEFAULT_CONFIGS
+    assert size_class(device_bytes, num_segments).default in DEFAULT_CONFIGS
 
 
 def test_without_files_the_defaults_count_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -86,7 +86,7 @@ def test_without_files_the_defaults_count_and_one_line_says_so(caplog: pytest.Lo
         table = load_configs(GPU)
     assert table == ConfigTable()
     assert table.configs == DEFAULT_CONFIGS
-    assert table.choose(1 << 20, 3) == choose_config(1 << 20, 3)
+    assert table.choose(1 << 20, 3) == size_class(1 << 20, 3).default
     assert table.direct_store_bytes == 0
     assert levels(caplog) == ["INFO"]
     assert GPU in caplog.text
@@ -96,7 +96,7 @@ def test_the_shipped_file_counts_for_its_gpu_only(tmp_path: Path, caplog: pytest
     write(tmp_path / "shipped" / tuned_file_name(GPU), tuned())
     table = load_configs(GPU)
     assert table.choose(1 << 20, 3) == LaunchConfig(2048, 1)
-    assert table.choose(1 << 30, 3) == choose_config(1 << 30, 3)
+    assert table.choose(1 << 30, 3) == size_class(1 << 30, 3).default
     assert table.direct_store_bytes == 65536
     assert table.configs == (DEFAULT_CONFIGS[0], LaunchConfig(2048, 1), *DEFAULT_CONFIGS[1:])
     assert load_configs(GPU + " NVL") == ConfigTable()

@@ -126,7 +126,7 @@ def test_a_failing_copy_leaves_it_usable(device: FakeDevice, monkeypatch: pytest
         raise RuntimeError("simulated")
 
     with monkeypatch.context() as patch:
-        patch.setattr(device, "bring_home", fail)
+        patch.setattr(device, "copy_to_host", fail)
         with pytest.raises(RuntimeError, match="simulated"):
             fetcher.fetch(SOURCES[1])
     device.run()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spanpack import Batch, ColumnSpec, LeafError, Packer, PlanCache, Sighting, make_plan
-from spanpack.signature import make_signature
+from spanpack.leaf_table import LeafLooks
 
 
 def payload(rows: int = 3, **extra: Any) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def test_a_payload_that_looks_alike_is_found(cache: PlanCache[str]) -> None:
     seen = cache.look(tree, "key")
     assert isinstance(seen, Sighting)
     assert seen.entry == "entry"
-    assert [leaf is expected for leaf, expected in zip(seen.leaves, (tree["hidden"], *tree["codes"]), strict=True)]
+    assert all(leaf is expected for leaf, expected in zip(seen.leaves, (tree["hidden"], *tree["codes"]), strict=True))
     assert seen.values == [24000]
 
 
@@ -151,7 +151,7 @@ def test_a_plan_refuses_other_leaves(leaves: list[Tensor]) -> None:
 def test_lazy_views_are_told_from_plain_tensors(view: Any, first: bool) -> None:
     plain = torch.ones(3, dtype=torch.complex64)
     pair = (view(plain), plain) if first else (plain, view(plain))
-    signature = make_signature([pair[0]])
+    signature = LeafLooks.of([pair[0]])
     assert signature.matches([pair[0]])
     assert not signature.matches([pair[1]])
     assert not signature.admits([pair[1]])

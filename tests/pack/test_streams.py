@@ -109,7 +109,7 @@ def test_leaves_of_another_stream_are_not_reused_after_a_pack_that_failed(
             raise KeyboardInterrupt
 
         error = KeyboardInterrupt
-        monkeypatch.setattr(rig.device, "bring_home", interrupt)
+        monkeypatch.setattr(rig.device, "copy_to_host", interrupt)
     with pytest.raises(error):
         packer.run(plan, leaves, **behind(stream=FakeStream(OTHER)))
     assert any(held is leaves[0] for held in rig.device.held)

@@ -167,6 +167,17 @@ class TestMatcher:
         try_cases(check, examples=300)
         assert compared > 0
 
+    def test_lists_of_plain_values_are_taken_as_flatten_takes_them(self) -> None:
+        for plain in ([1, "a"], (1.5, None), [True]):
+            tree = {"codes": A, "plain": plain}
+            matcher = compile_matcher(flatten(tree)[1])
+            assert matcher is not None
+            assert matcher(tree) == ((A,), [plain])
+            assert type(matcher(tree)[1][0]) is type(plain)  # type: ignore[index]
+            assert (matcher(tree)[1][0] is plain) == (type(plain) is tuple)  # type: ignore[index] # lists are copied
+            for other in ([], (), [B], [[1]], [{}], {"a": 1}, bytearray(b"x")):
+                assert matcher({"codes": A, "plain": other}) is None
+
     def test_another_structure_is_never_taken_for_this_one(self) -> None:
         """Either the matcher gives up, or the trees have equal specs once their leaves are known to be tensors."""
         trees = [random_case(Random(seed)).payload() for seed in range(60)] + TREES

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("vllm_omni", reason="needs the engine")
 
@@ -22,6 +21,7 @@ from omni_runner.compat import resolve
 from omni_runner.difference import difference
 from omni_runner.runner import make_runner_cls
 from tests.runner.payload_strategies import Case, random_case
+from tests.support.torch_calls import CountCalls
 
 EXAMPLES = int(os.environ.get("OMNI_RUNNER_DIFFERENTIAL_EXAMPLES", "5000"))
 STEPS_PER_EXAMPLE = 2  # the second finds what the first has cached
@@ -216,22 +216,12 @@ def test_comparison_covers_something(runners: Any, log: LogCounter) -> None:
     stats = [packed.omni_runner_stats() for _, packed in runners.made.values()]
     if not stats:
         pytest.skip("runs after the differential test")
-    mirrored = sum((Counter(stat.mirror) for stat in stats), Counter())
+    packed_whole = sum((Counter(stat.whole) for stat in stats), Counter())
     columns, steps = sum(stat.columns for stat in stats), sum(stat.steps for stat in stats)
     left_to_engine = sum((Counter(stat.stock) for stat in stats), Counter())
     assert not left_to_engine
-    assert columns > steps / 2, mirrored.most_common(20)
+    assert columns > steps / 2, packed_whole.most_common(20)
     assert log.levels["WARNING"]
-
-
-class CountCalls(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)

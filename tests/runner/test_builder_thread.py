@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 import traceback
+from contextlib import suppress
 
 import pytest
 
@@ -208,6 +209,9 @@ def test_a_forked_child_is_told_and_never_hangs():
         code = 1
         try:
             queued.join()
+            with suppress(BuilderThreadClosed):
+                queued.result()
+                os._exit(2)
             assert thread.close() is True
             try:
                 thread.submit(int)

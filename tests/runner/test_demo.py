@@ -23,7 +23,7 @@ from omni_runner.demo.report import engine_report, human_bytes, table
 from omni_runner.replay import replay
 from omni_runner.trace import load_trace
 
-COUNTERS = {"columns": 2, "mirror": {}, "empty": 0, "stock": {}, "pack": {"packs": 2, "launches": 0, "copies": 0}}
+COUNTERS = {"columns": 2, "whole": {}, "empty": 0, "stock": {}, "pack": {"packs": 2, "launches": 0, "copies": 0}}
 
 
 def output(*payloads: dict[str, torch.Tensor] | None, **changes: Any) -> SimpleNamespace:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import spanpack
 from omni_runner import lowering
@@ -17,16 +16,12 @@ from omni_runner.packing import StepPacker
 from omni_runner.step import NotCovered, StepContext, make_step
 from tests.runner.packing_rig import ONE_LIST, UPSTREAM, WIDTH, numbered
 from tests.support.steps import step_of
+from tests.support.torch_calls import CountCalls
 
 PARTITIONED = ChannelRules(partitions=True)
 
 
 Pair = namedtuple("Pair", "left right")
-
-
-@pytest.fixture
-def packer() -> StepPacker:
-    return StepPacker(spanpack.Packer("cpu"), UPSTREAM)
 
 
 def build(
@@ -306,16 +301,6 @@ def test_keys_whose_tensors_are_alike_share_a_column(monkeypatch: pytest.MonkeyP
         for wanted, got in zip(channels[0], other, strict=True):
             assert list(wanted) == list(got)
             assert all(torch.equal(wanted[key], got[key]) for key in wanted)
-
-
-class CountCalls(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
-        return func(*args, **(kwargs or {}))
 
 
 def payload_of_all_kinds(count: int) -> dict[str, Any]:

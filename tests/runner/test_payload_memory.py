@@ -16,11 +16,6 @@ from tests.runner.packing_rig import ONE_LIST, UPSTREAM, numbered
 from tests.support.steps import step_of
 
 
-@pytest.fixture
-def packer() -> StepPacker:
-    return StepPacker(spanpack.Packer("cpu"), UPSTREAM)
-
-
 def test_a_packed_step_outlives_its_release(packer: StepPacker) -> None:
     packed: PackedStep = packer.pack(step_of([1, 1]), hidden_states=numbered(2), multimodal_outputs=None)
     inter, _ = ChannelBuilder(UPSTREAM, ONE_LIST).build(packed)

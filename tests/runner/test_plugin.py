@@ -93,15 +93,29 @@ def test_other_platforms_are_left_alone(platform: StockPlatform, name: str) -> N
     assert platform.get_omni_ar_worker_cls() == "engine.StockWorker"
 
 
-def test_unreadable_settings_leave_it_off(
+def test_an_unreadable_switch_leaves_it_off(
     platform: StockPlatform, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("OMNI_RUNNER_TRACE_STEPS", "many")
+    monkeypatch.setenv("OMNI_RUNNER", "perhaps")
     with caplog.at_level(logging.WARNING):
         omni_runner.register()
     assert platform.get_omni_ar_worker_cls() == "engine.StockWorker"
     (message,) = caplog.messages
-    assert "omni_runner stays off: OMNI_RUNNER_TRACE_STEPS='many'" in message
+    assert "omni_runner stays off: OMNI_RUNNER='perhaps'" in message
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{"OMNI_RUNNER_TRACE_STEPS": "many"}, {"OMNI_RUNNER": "perhaps", "OMNI_RUNNER_STRICT": "1"}],
+    ids=["another variable", "strict"],
+)
+def test_other_unreadable_settings_are_left_to_the_worker_which_may_have_to_be_strict(
+    platform: StockPlatform, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
+) -> None:
+    for name, text in environ.items():
+        monkeypatch.setenv(name, text)
+    omni_runner.register()
+    assert platform.get_omni_ar_worker_cls() == "omni_runner.PackedGPUARWorker"
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_what_columns_do_not_cover_is_packed_whole():
     stock, packed = make_runner(STOCK), make_runner(PackedGPUARModelRunner)
     for _ in range(2):
         assert_same(run(packed, hidden, multimodal), run(stock, hidden, multimodal))
-    assert sum(packed.omni_runner_stats().mirror.values()) == 2
+    assert sum(packed.omni_runner_stats().whole.values()) == 2
     assert packed.omni_runner_stats().pack.packs == 2
 
 
@@ -160,7 +160,7 @@ def test_accumulated_payloads_go_through_the_engines_builder():
         run(runner, *payload())
     assert [name for name, _ in kept[STOCK]] == ["a", "c"]
     assert_same(kept[PackedGPUARModelRunner], kept[STOCK])
-    assert list(runner.omni_runner_stats().mirror) == ["full payloads are accumulated"]
+    assert list(runner.omni_runner_stats().whole) == ["full payloads are accumulated"]
 
 
 @needs_prefix_steps
@@ -191,7 +191,7 @@ def test_a_prefix_cache_step_is_consumed_once_when_something_raises(monkeypatch,
     if broken == "wait":
         monkeypatch.setattr("spanpack.Snapshot.wait", fail)
     elif broken == "unpack":
-        monkeypatch.setattr("omni_runner.packing.PackedTree.payload", fail)
+        monkeypatch.setattr("omni_runner.packing.PackedWhole.payload", fail)
     elif broken == "before the merge":
         runner._should_defer_full_payload_d2h = fail
     elif broken == "after the merge":

@@ -177,7 +177,7 @@ def vllm_output_cls() -> type[Any]:
     pytest.importorskip("vllm_omni", reason="needs vllm-omni")
     from omni_runner.compat import resolve
 
-    return resolve().async_output_base
+    return resolve().async_output_cls.__mro__[1]
 
 
 def test_the_installed_engines_output_is_known(vllm_output_cls: type[Any]) -> None:

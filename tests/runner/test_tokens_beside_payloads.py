@@ -7,18 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-import spanpack
 from omni_runner import lowering, packing
 from omni_runner.builder import ChannelBuilder
 from omni_runner.packing import StepPacker
 from spanpack import flatten
 from tests.runner.packing_rig import ONE_LIST, UPSTREAM, WIDTH, numbered
 from tests.support.steps import step_of
-
-
-@pytest.fixture
-def packer() -> StepPacker:
-    return StepPacker(spanpack.Packer("cpu"), UPSTREAM)
 
 
 def test_hidden_rows_and_tokens_that_look_alike_are_told_apart(packer: StepPacker) -> None:

@@ -246,7 +246,10 @@ def test_scrubbed_traces_keep_form_and_lose_content(tmp_path: Path) -> None:
     assert not found["bits"].all()
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float8_e4m3fn, torch.complex64, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.uint8, torch.int64, torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.complex64, torch.float64],
+)
 def test_every_dtype_can_be_scrubbed(tmp_path: Path, dtype: torch.dtype) -> None:
     path = write(
         tmp_path / "t",
@@ -256,6 +259,16 @@ def test_every_dtype_can_be_scrubbed(tmp_path: Path, dtype: torch.dtype) -> None
     found = load_trace(path).steps[0].multimodal_outputs
     assert found["x"].dtype == dtype
     assert found["e"].shape == (0,)
+
+
+@pytest.mark.parametrize("scrub", [False, True])
+def test_what_a_trace_can_not_hold_is_left_out_and_the_rest_is_kept(tmp_path: Path, scrub: bool) -> None:
+    largest = torch.full((2,), 2**63 - 1)
+    given = {"wide": torch.ones(2, dtype=torch.complex128), "huge": 2**1024, "least": -(2**63), "largest": largest}
+    found = load_trace(write(tmp_path / "t", step_of(given), scrub=scrub)).steps[0].multimodal_outputs
+    assert (found["wide"], found["huge"]) == (None, None)
+    assert found["least"] == -(2**63) or (scrub and -(2**63) <= found["least"] <= 0)
+    assert torch.equal(found["largest"], largest)
 
 
 def recorded_step(**changes: Any) -> SimpleNamespace:

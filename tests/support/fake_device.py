@@ -114,7 +114,7 @@ class FakeDevice:
             buffer.zero_()
         return buffer
 
-    def bring_home(self, flight: Any, destination: int, source: int, nbytes: int, stream: int) -> None:
+    def copy_to_host(self, flight: Any, destination: int, source: int, nbytes: int, stream: int) -> None:
         self.record(flight.events.packed, stream)
         self.stream_wait(SIDE, flight.events.packed)
         self.stream_waits -= 1  # counts only waits of producing streams

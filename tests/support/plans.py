@@ -21,7 +21,7 @@ def assert_same_plan(found: Plan, expected: Plan) -> None:
     assert np.array_equal(found.segments, expected.segments)
     for plan in (found, expected):
         assert_runs_are_segments(plan)
-    assert (found.device_runs, found.host_runs) == (expected.device_runs, expected.host_runs)
+    assert (found.device_copies, found.host_copies) == (expected.device_copies, expected.host_copies)
 
 
 def assert_runs_are_segments(plan: Plan) -> None:
