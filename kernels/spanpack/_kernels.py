@@ -1,4 +1,4 @@
-"""Device code. Nothing but `@triton.jit` functions, and lists of their parameters; who launches them is in gather.py.
+"""Device code: `@triton.jit` functions and lists of their parameters, no more. launcher.py and gather.py launch them.
 
 Everything is bytes and 64-bit addresses: dtypes play no part, so one launch serves all leaves of a payload.
 """
@@ -110,10 +110,10 @@ _A, _N, _D, _E = ([f"{letter}{index}" for index in range(8)] for letter in "ande
 # fmt: off
 @triton.jit(do_not_specialize=_A)
 def gather_tiles(
-    tiles,  # [num_tiles, 6] int64: leaf, source byte, destination byte, length, row bytes, row stride
-    addresses,  # [num_leaves] int64: first byte of each leaf; not read if PASSED
     slab,  # [slab_bytes] uint8, aligned to 16: device memory, or pinned host memory mapped into the device
     a0, a1, a2, a3, a4, a5, a6, a7,  # first byte of each leaf if PASSED
+    tiles,  # [num_tiles, 6] int64: leaf, source byte, destination byte, length, row bytes, row stride
+    addresses,  # [num_leaves] int64: first byte of each leaf; not read if PASSED
     PASSED: tl.constexpr,  # whether addresses are passed rather than stored
     TILE_BYTES: tl.constexpr,  # longest tile
 ):

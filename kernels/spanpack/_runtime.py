@@ -18,6 +18,7 @@ import torch
 
 from .errors import DeviceError
 from .flight import Flight
+from .prepared import pointer, prepare_function, size
 
 _COPY_PRIORITY = -1  # the higher of the two that torch knows
 _DEVICE_TO_HOST, _HOST_TO_DEVICE = 2, 1  # cudaMemcpyKind; hipMemcpyKind has the same numbers
@@ -145,11 +146,11 @@ class NativeEvent(torch.cuda.Event):
     turn that into an abort of the process; these C frames let it pass.
     """
 
-    synchronize_handle: Callable[[int], int]
+    synchronize_handle: Callable[[Any], int]
 
     def synchronize(self) -> None:
         """Sleep, or spin if the event is not a blocking one, until what was recorded is over."""
-        _check(self.synchronize_handle(self.cuda_event))
+        _check(self.synchronize_handle(pointer(self.cuda_event)))
 
 
 class NativeRuntime(TorchRuntime):
@@ -163,13 +164,13 @@ class NativeRuntime(TorchRuntime):
         copy_stream: torch.cuda.Stream | None = None,
     ) -> None:
         super().__init__(device, copy_stream)
-        self._copy_handle = self.copy_stream.cuda_stream
-        pointer = ctypes.c_void_p
+        self._side = pointer(self.copy_stream.cuda_stream)
+        self._handles: dict[int, Any] = {}  # of streams, prepared
         waits = ctypes.CDLL(library._name)  # gives the GIL up: this call blocks
-        self._synchronize = _bind(waits, f"{prefix}EventSynchronize", pointer)
-        self._record = _bind(library, f"{prefix}EventRecord", pointer, pointer)
-        self._wait = _bind(library, f"{prefix}StreamWaitEvent", pointer, pointer, ctypes.c_uint)
-        self._copy = _bind(library, f"{prefix}MemcpyAsync", pointer, pointer, ctypes.c_size_t, ctypes.c_int, pointer)
+        self._synchronize = prepare_function(waits, f"{prefix}EventSynchronize")
+        self._record = prepare_function(library, f"{prefix}EventRecord")
+        self._wait = prepare_function(library, f"{prefix}StreamWaitEvent")
+        self._copy = prepare_function(library, f"{prefix}MemcpyAsync")
 
     def make_event(self, *, blocking: bool) -> torch.cuda.Event:
         event = NativeEvent(blocking=blocking)  # type: ignore[no-untyped-call]
@@ -178,35 +179,34 @@ class NativeRuntime(TorchRuntime):
         return event
 
     def copy_to_host(self, flight: Flight, destination: int, source: int, nbytes: int, stream: int) -> None:
-        side, (_, _, packed, landed) = self._copy_handle, flight.events
+        side, (_, _, packed, landed) = self._side, flight.events
         code = (
-            self._record(packed, stream)
+            self._record(packed, self._handles.get(stream) or self._prepare(stream))
             or self._wait(side, packed, 0)
-            or self._copy(destination, source, nbytes, _DEVICE_TO_HOST, side)
+            or self._copy(pointer(destination), pointer(source), size(nbytes), _DEVICE_TO_HOST, side)
             or self._record(landed, side)
         )
         if code:
             _check(code)
 
     def mark_landed(self, flight: Flight, stream: int) -> None:
-        _check(self._record(flight.events.landed_handle, stream))
+        _check(self._record(flight.events.landed_handle, self._handles.get(stream) or self._prepare(stream)))
 
     def upload(self, destination: int, source: int, nbytes: int, stream: int) -> None:
-        _check(self._copy(destination, source, nbytes, _HOST_TO_DEVICE, stream))
+        code = self._copy(pointer(destination), pointer(source), size(nbytes), _HOST_TO_DEVICE, pointer(stream))
+        _check(code)
 
     def record(self, event: torch.cuda.Event, stream: int) -> None:
-        _check(self._record(event.cuda_event, stream))
+        _check(self._record(pointer(event.cuda_event), pointer(stream)))
 
     def stream_wait(self, stream: int, event: torch.cuda.Event) -> None:
         if event.cuda_event:  # none before it is first recorded: nothing to wait for
-            _check(self._wait(stream, event.cuda_event, 0))
+            _check(self._wait(pointer(stream), pointer(event.cuda_event), 0))
 
-
-def _bind(library: ctypes.CDLL, name: str, *types: Any) -> Any:
-    function = library[name]
-    function.restype = ctypes.c_int
-    function.argtypes = types
-    return function
+    def _prepare(self, stream: int) -> Any:
+        """The handle of a producing stream as an argument; there are few of them."""
+        handle = self._handles[stream] = pointer(stream)
+        return handle
 
 
 def _check(code: int) -> None:

@@ -19,7 +19,8 @@ from ._size_classes import LaunchConfig
 from ._tune_results import COPY_ENGINE, Bench, CallTimes, Transport
 from ._tune_workloads import Workload
 from .flight import Events, Flight
-from .gather import Launcher, addresses_of, gather_torch, stage
+from .gather import addresses_of, gather_torch, stage
+from .launcher import Launcher
 from .segments import MOST_PASSED
 from .tiles import make_tiles
 

@@ -21,8 +21,9 @@ from .backends import wrong_device
 from .config import ConfigTable
 from .errors import LeafError
 from .flight import Events, Flight
-from .gather import Launcher, addresses_of, check_memory, copy_opaque, gather_host, gather_torch, stage
+from .gather import addresses_of, check_memory, copy_opaque, gather_host, gather_torch, stage
 from .late import MOST_WAITING, LateCopies, LateCopy
+from .launcher import Launcher
 from .overflow import Overflow
 from .plan import Plan
 from .pool import HostPool, HostSlab

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.cuda import Event
+
+from .prepared import pointer
 
 
 class Events(NamedTuple):
@@ -19,19 +21,19 @@ class Events(NamedTuple):
     landed
         The slab's bytes are on the host. Waiting for it sleeps rather than spins.
     packed_handle, landed_handle
-        Their raw handles.
+        Their raw handles, as arguments for a function that takes prepared ones.
     """
 
     packed: Event
     landed: Event
-    packed_handle: int
-    landed_handle: int
+    packed_handle: Any
+    landed_handle: Any
 
     @classmethod
     def make(cls, make_event: Callable[..., Event]) -> Events:
         """Make a pair; `make_event` takes ``blocking``."""
         packed, landed = make_event(blocking=False), make_event(blocking=True)
-        return cls(packed, landed, packed.cuda_event, landed.cuda_event)
+        return cls(packed, landed, pointer(packed.cuda_event), pointer(landed.cuda_event))
 
 
 class Fetched(NamedTuple):

@@ -1,4 +1,4 @@
-"""Gather: fill a slab from leaves, as a plan says. The Triton launcher, and the torch reference beside it.
+"""Gather: fill a slab from leaves, as a plan says. By the Triton kernel, and the torch reference beside it.
 
 Both have the signature ``gather(plan, leaves, slab)`` and leave the same bytes; bytes between columns are not written.
 """
@@ -20,10 +20,7 @@ from .stats import Fallbacks
 from .tiles import make_tiles
 
 # Stands for an address that is not there. Triton gives an integer 64 bits only where its value needs them.
-_NO_ADDRESSES = ((1 << 40) + 1,) * MOST_PASSED
-
-# What a `Launcher` binds: takes the address of the slab, the handle of the stream and the leaves' addresses.
-Launch = Callable[[int, int, tuple[int, ...]], None]
+NO_ADDRESSES = ((1 << 40) + 1,) * MOST_PASSED
 
 
 def gather_torch(plan: Plan, leaves: Sequence[Tensor], slab: Tensor) -> None:
@@ -105,7 +102,7 @@ def gather_triton(plan: Plan, leaves: Sequence[Tensor], slab: Tensor, config: La
     addresses = addresses_of(plan, read)
     if plan.passed_runs is not None:
         passed = RunArguments(plan.passed_runs, config.tile_bytes)
-        kernel = _kernels().gather_runs
+        kernel = load_kernels().gather_runs
         kernel[(passed.num_tiles,)](
             slab,
             *passed.sources(addresses),
@@ -117,21 +114,21 @@ def gather_triton(plan: Plan, leaves: Sequence[Tensor], slab: Tensor, config: La
     tiles = torch.from_numpy(make_tiles(plan.segments, config.tile_bytes)).to(slab.device)
     passes = len(addresses) <= MOST_PASSED
     table = torch.tensor(() if passes else addresses, dtype=torch.int64, device=slab.device)
-    kernel = _kernels().gather_tiles
+    kernel = load_kernels().gather_tiles
     kernel[(len(tiles),)](
+        slab,
+        *(padded(addresses) if passes else NO_ADDRESSES),
         tiles,
         table,
-        slab,
-        *(_padded(addresses) if passes else _NO_ADDRESSES),
         PASSED=passes,
         TILE_BYTES=config.tile_bytes,
         num_warps=config.num_warps,
     )
 
 
-def _padded(addresses: tuple[int, ...]) -> tuple[int, ...]:
+def padded(addresses: tuple[int, ...]) -> tuple[int, ...]:
     """Up to `MOST_PASSED` addresses as the kernel's arguments, whose number is fixed."""
-    return (addresses + _NO_ADDRESSES)[:MOST_PASSED]
+    return (addresses + NO_ADDRESSES)[:MOST_PASSED]
 
 
 class RunArguments:
@@ -159,10 +156,10 @@ class RunArguments:
         places = [(run.leaf, run.source) for run in runs]
 
         def sources(addresses: tuple[int, ...]) -> tuple[int, ...]:
-            return _padded(tuple([addresses[leaf] + source for leaf, source in places]))
+            return padded(tuple([addresses[leaf] + source for leaf, source in places]))
 
         each_leaf = places == [(leaf, 0) for leaf in range(len(runs))]  # as it is in most steps
-        self.sources: Callable[[tuple[int, ...]], tuple[int, ...]] = _padded if each_leaf else sources
+        self.sources: Callable[[tuple[int, ...]], tuple[int, ...]] = padded if each_leaf else sources
 
 
 def stage(plan: Plan, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -262,91 +259,22 @@ def interpreted() -> bool:
 def triton_available() -> bool:
     """Whether the kernel module can be imported."""
     try:
-        _kernels()
+        load_kernels()
     except UnavailableError:
         return False
     return True
 
 
-def _kernels() -> Any:
+def load_kernels() -> Any:
+    """The module of the Triton kernels.
+
+    Raises
+    ------
+    UnavailableError
+        It can't be imported.
+    """
     try:
         from . import _kernels as kernels  # noqa: PLC0415 - spanpack works without Triton
     except Exception as error:  # a broken installation can raise anything on import
         raise UnavailableError(f"Triton can't be used here: {type(error).__name__}: {error}") from error
     return kernels
-
-
-class Launcher:
-    """Launches the compiled kernel object directly: about a third of the time of going through ``kernel[grid]``.
-
-    Parameters
-    ----------
-    device
-        CUDA or ROCm device that is current when `compile` is called.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._compiled: dict[tuple[str, LaunchConfig], tuple[Any, ...]] = {}
-
-    def bind(self, config: LaunchConfig, num_tiles: int, tiles: int, table: int | None) -> Launch:
-        """A launch of `gather_tiles` with all filled in but what changes; compiles on the first use of a configuration.
-
-        Parameters
-        ----------
-        config
-            Tile size and warps.
-        num_tiles
-            Programs to launch.
-        tiles
-            Device address of the tiles, aligned to 16.
-        table
-            The same of the leaves' addresses. None where each launch passes them: up to `MOST_PASSED` leaves, which
-            then may be elsewhere in every step without anything being copied to the device first.
-
-        Returns
-        -------
-        callable
-            ``launch(slab, stream, addresses)``: address of the slab, aligned to 16, raw handle of the stream, and first
-            byte of each leaf, which counts only without a table.
-        """
-        passed = table is None
-        run, *compiled = self._kernel("passing addresses" if passed else "with a table", config)
-        given = (num_tiles, 1, 1), (*compiled, None, None, None, tiles, table or 0), (passed, config.tile_bytes)
-        grid, head, constants = given
-
-        def launch(slab: int, stream: int, addresses: tuple[int, ...]) -> None:
-            passing = _padded(addresses) if passed else _NO_ADDRESSES
-            run(*grid, stream, *head, slab, *passing, *constants)
-
-        return launch
-
-    def bind_runs(self, config: LaunchConfig, runs: Sequence[PassedRun]) -> Launch:
-        """The same of `gather_runs`, which needs nothing on the device."""
-        run, *compiled = self._kernel("passing runs", config)
-        passed = RunArguments(runs, config.tile_bytes)
-        grid, head = (passed.num_tiles, 1, 1), (*compiled, None, None, None)
-        sources, constants = passed.sources, (*passed.constants, config.tile_bytes)
-
-        def launch(slab: int, stream: int, addresses: tuple[int, ...]) -> None:
-            run(*grid, stream, *head, slab, *sources(addresses), *constants)
-
-        return launch
-
-    def _kernel(self, variant: str, config: LaunchConfig) -> tuple[Any, ...]:
-        """What launches a compiled kernel, and two things that it wants; compiled when it is first asked for."""
-        found = self._compiled.get((variant, config))
-        if found is None:
-            kernels, slab = _kernels(), torch.uint8
-            with torch.cuda.device(self._device):
-                if variant == "passing runs":
-                    kernel, arguments, constants = kernels.gather_runs, (slab, *_NO_ADDRESSES * 4), {}
-                else:
-                    kernel, arguments = kernels.gather_tiles, (torch.int64, torch.int64, slab, *_NO_ADDRESSES)
-                    constants = {"PASSED": variant == "passing addresses"}
-                compiled = kernel.warmup(
-                    *arguments, **constants, TILE_BYTES=config.tile_bytes, num_warps=config.num_warps, grid=(1,)
-                )
-                run = compiled.run  # loads the module, so ask for it before the function
-                found = self._compiled[variant, config] = run, compiled.function, compiled.packed_metadata
-        return found

@@ -22,13 +22,13 @@ from .config import load_configs
 from .cuda import CudaEngine
 from .errors import ClosedError, DeviceError, InputError
 from .gather import (
-    Launcher,
     copy_opaque,
     gather_host,
     gather_torch,
     gather_triton,
     interpreted,
 )
+from .launcher import Launcher
 from .leaf_table import LeafTables
 from .overflow import Overflow
 from .packed_tree import PackedTree, TreeRecipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ._runtime import TorchRuntime
 from ._size_classes import LaunchConfig
 from .device_table import DeviceTable
-from .gather import Launcher
+from .launcher import Launcher
 from .plan import Plan
 from .pool import HostPool
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spanpack import ColumnSpec, gather_torch, gather_triton, make_plan
+from spanpack import ColumnSpec, Packer, gather_torch, gather_triton, make_plan
 from spanpack._tune_search import candidates
 from spanpack.config import DEFAULT_CONFIGS, LaunchConfig, load_configs
 from tests.support.compare import poisoned
@@ -60,3 +60,16 @@ def test_a_configuration_gathers_a_few_runs_too(cuda_device: torch.device, confi
 
 def test_what_was_tuned_for_this_gpu_is_among_them(cuda_device: torch.device) -> None:
     assert set(load_configs(torch.cuda.get_device_name(cuda_device)).configs) <= set(CONFIGS)
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="Triton's launcher launches everything on ROCm")
+def test_the_driver_is_called_without_going_through_triton(cuda_device: torch.device) -> None:
+    with Packer(cuda_device, backend="triton") as packer:
+        packer.warmup()
+        assert packer.stats().fallbacks == {}
+        assert packer._engine is not None
+        launcher = packer._engine.launcher
+    assert launcher is not None
+    variants = {variant for variant, _ in launcher._loaded}
+    assert variants == {"passing runs", "passing addresses", "with a table"}
+    assert [key for key, loaded in launcher._loaded.items() if loaded.driver is None] == []

@@ -1,4 +1,4 @@
-"""The kernels compiled for a GPU that need not be there: they compile, and move 16 bytes an access."""
+"""The kernels compiled for a GPU that need not be there: they compile, move 16 bytes an access, pass 64 bits each."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 import pytest
 
 PROGRAM = """
+import re
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -31,6 +33,12 @@ def check(kernel, most_lines=2000, num_warps=2, **constants):
     assert loads == stores == vectors_per_thread, (kernel.__name__, constants, loads, stores)
     assert compiled.metadata.shared == 0, (kernel.__name__, constants, compiled.metadata.shared)
     assert ptx.count("\\n") < most_lines, (kernel.__name__, constants, ptx.count("\\n"))
+    about = compiled.metadata  # what spanpack.driver_launch looks at
+    assert (about.target.backend, about.target.warp_size) == ("cuda", 32)
+    assert (about.num_warps, about.num_ctas) == (num_warps, 1)
+    assert not about.global_scratch_size and not about.launch_cooperative_grid
+    parameters = re.findall(r"\\.param \\.(\\w+)", ptx[ptx.index(".entry"):ptx.index(")", ptx.index(".entry"))])
+    assert set(parameters) == {"u64"} and len(parameters) - len(names) + len(constants) in (0, 1, 2), parameters
 
 check(gather_runs, TILE_BYTES=4096)
 check(gather_tiles, TILE_BYTES=4096, PASSED=True)

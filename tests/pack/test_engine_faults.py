@@ -14,7 +14,7 @@ import torch
 
 from spanpack import Batch, LeafError, Packer
 from spanpack.config import ConfigTable
-from spanpack.gather import Launch
+from spanpack.launcher import Launch
 from spanpack.pool import Shelf
 from tests.support.compare import assert_same
 from tests.support.fake_device import SIDE

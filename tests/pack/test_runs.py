@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,6 @@ from torch import Tensor
 
 from spanpack import ColumnSpec, Packer, gather_torch, gather_triton, make_plan
 from spanpack.config import DEFAULT_CONFIGS, LaunchConfig
-from spanpack.gather import Launcher
 from spanpack.segments import MOST_PASSED, PassedRun
 from tests.support.compare import poisoned
 from tests.support.plans import assert_runs_are_segments
@@ -84,47 +81,6 @@ def test_odd_runs_and_copies_of_them_leave_the_bytes_that_torch_leaves(
     gather_torch(plan, leaves, expected)
     gather_triton(plan, leaves, found, config)
     assert torch.equal(found, expected)
-
-
-class Recorder(Launcher):
-    """Has no kernels; keeps what they would have been launched with, by the names of their parameters."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.launched: list[tuple[str, dict[str, Any]]] = []
-
-    def _kernel(self, variant: str, config: LaunchConfig) -> tuple[Any, ...]:
-        _kernels = pytest.importorskip("spanpack._kernels")
-        kernel = _kernels.gather_runs if variant == "passing runs" else _kernels.gather_tiles
-
-        def run(*given: Any) -> None:
-            *grid, stream, function, metadata, _, _, _ = given[:9]
-            assert (stream, function, metadata) == (77, "function", "metadata")
-            named = dict(zip(kernel.arg_names, given[9:], strict=True))
-            self.launched.append((variant, {"grid": grid, **named}))
-
-        return run, "function", "metadata"
-
-
-def test_every_argument_of_a_launch_goes_where_the_kernel_takes_it() -> None:
-    launcher, config = Recorder(), LaunchConfig(64, 1)
-    runs = [PassedRun(0, 0, 0, 100, 1), PassedRun(2, 8, 112, 64, 3)]
-    launcher.bind_runs(config, runs)(4096, 77, (1000, 2000, 3000))
-    (variant, given), padding = launcher.launched.pop(), (1 << 40) + 1
-    assert (variant, given["grid"], given["slab"], given["TILE_BYTES"]) == ("passing runs", [5, 1, 1], 4096, 64)
-    assert [given[f"a{i}"] for i in range(8)] == [1000, 3008, *[padding] * 6]
-    assert [given[f"n{i}"] for i in range(2)] == [100, 64]
-    assert [given[f"d{i}"] for i in range(2)] == [0, 112]
-    assert [given[f"e{i}"] for i in range(8)] == [2, 5, 5, 5, 5, 5, 5, 5]
-    addresses = tuple(range(1000, 9000, 1000))
-    launcher.bind(config, 9, 512, None)(4096, 77, addresses)
-    variant, given = launcher.launched.pop()
-    assert (given["grid"], given["tiles"], given["slab"]) == ([9, 1, 1], 512, 4096)
-    assert tuple(given[f"a{i}"] for i in range(8)) == addresses
-    assert (given["PASSED"], given["TILE_BYTES"]) == (True, 64)
-    launcher.bind(config, 9, 512, 256)(4096, 77, (*addresses, 9000))
-    variant, given = launcher.launched.pop()
-    assert (given["tiles"], given["addresses"], given["slab"], given["PASSED"]) == (512, 256, 4096, False)
 
 
 def test_a_packer_of_the_cpu_interprets_the_same_kernel(kernel_device: str) -> None:

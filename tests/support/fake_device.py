@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from spanpack.config import LaunchConfig
-from spanpack.gather import Launch
+from spanpack.launcher import Launch
 from spanpack.segments import PassedRun
 from tests.support.compare import POISON
 

@@ -93,6 +93,6 @@ def kernels_compiled(packer: Packer) -> int:
 
     engine = packer._engine
     assert engine is not None
-    own = len(engine.launcher._compiled) if engine.launcher is not None else 0
+    own = len(engine.launcher._loaded) if engine.launcher is not None else 0
     caches: list[Any] = [gather_runs.device_caches, gather_tiles.device_caches]  # device -> (kernels by key, ...)
     return own + sum(len(cache[0]) for of_kernel in caches for cache in of_kernel.values())
