@@ -42,7 +42,7 @@ test:
 	@$(RUN) -m pytest $(ARGS)
 
 bench:
-	@$(setup) $(if $(PYTHON),torch triton)
+	@$(setup) $(if $(PYTHON),torch triton safetensors)
 	@$(RUN) bench/snapshot.py $(ARGS)
 
 lint:

@@ -34,6 +34,7 @@ from bench._builder.engine import StepInput, make_runner, take_snapshot  # noqa:
 from bench._builder.payloads import WORKLOADS, Workload  # noqa: E402
 from bench._snapshot import results  # noqa: E402
 from bench._snapshot.machine import host_facts  # noqa: E402
+from bench.command_line import Parser, UsageError, check_file, positive_whole  # noqa: E402
 from bench.commit import commit_of  # noqa: E402
 from omni_runner.compat import resolve  # noqa: E402
 from omni_runner.difference import difference  # noqa: E402
@@ -48,6 +49,14 @@ STOCK, OURS = "stock", "ours"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        print(f"stopped; nothing is written to {options.file} before everything is measured", file=sys.stderr)
+        return 130
+
+
+def _run(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # as in the engine's worker processes
     document = _document(options)
     print(document["cpu"], document["versions"], sep="\n", flush=True)
@@ -57,9 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found = _measure(workload, requests, beside, options.calls)
                 document["rows"] += found
                 print(_line(found), flush=True)
-    file = options.out / "cpu" / "builder.json"
-    results.write(document, file)
-    print(file)
+    results.write(document, options.file)
+    print(options.file)
     for beside, targets in TARGETS.items():
         for name, target in targets.items():
             ratio = _ratio(document["rows"], name, beside)
@@ -188,12 +196,20 @@ def _document(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=300, help="samples at up to 64 requests, fewer above (300)")
-    parser.add_argument("--requests", type=int, nargs="+", default=REQUESTS, help="batch sizes (1 8 64 256)")
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--calls", type=positive_whole, default=300, help="samples at up to 64 requests, fewer above (300)"
+    )
+    parser.add_argument("--requests", type=positive_whole, nargs="+", default=REQUESTS, help="batch sizes (1 8 64 256)")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "bench" / "results", help="results go to OUT/cpu/")
     parser.add_argument("--commit", help="what to note as the commit, where there is no git checkout")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.file = options.out / "cpu" / "builder.json"
+    try:
+        check_file("--out", options.file)
+    except UsageError as error:
+        parser.error(str(error))
+    return options
 
 
 if __name__ == "__main__":

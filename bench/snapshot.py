@@ -31,6 +31,7 @@ from bench._snapshot.engine_source import EngineSource  # noqa: E402
 from bench._snapshot.machine import (  # noqa: E402
     CompileCounter,
     Machine,
+    check_device,
     gpu_name,
     host_facts,
     open_machine,
@@ -40,6 +41,7 @@ from bench._snapshot.ours import Ours, OursStandalone  # noqa: E402
 from bench._snapshot.provider import Provider, Unavailable  # noqa: E402
 from bench._snapshot.scenarios import SCENARIO_NAMES, Scenario, make_scenario, trace_scenario  # noqa: E402
 from bench._snapshot.stock import StockV1, StockV2  # noqa: E402
+from bench.command_line import Parser, UsageError, check_file, positive, positive_whole  # noqa: E402
 from bench.commit import commit_of  # noqa: E402
 from omni_runner.trace import load_trace  # noqa: E402
 
@@ -64,25 +66,43 @@ _SHARES = {"thinker_prefill_32k": 2.0}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
+    done: list[str] = []
+    try:
+        return _run(options, done)
+    except KeyboardInterrupt:
+        count = f"{len(done)} of {len(options.scenarios) + len(options.traces)} scenarios are in {options.file}"
+        print(f"stopped; {count if done else 'no scenario is measured yet, nothing is written'}", file=sys.stderr)
+        return 130
+
+
+def _run(options: argparse.Namespace, done: list[str]) -> int:
+    """Measure; a scenario whose results are written is added to `done`. Returns the exit status."""
     machine = open_machine(options.device)
-    engine = _engine_source(options.stock_wheel)
-    document = _document(options, machine, engine)
-    file = results.file_in(options.out, document["gpu"])
+    document = _document(options, machine)
     compilations = CompileCounter()
     print(json.dumps({key: value for key, value in document.items() if key not in ("rows", "scenarios")}), flush=True)
-    shares = [*(_SHARES.get(name, 1.0) for name in options.scenarios), *(1.0 for _ in options.trace)]
-    for place, make in enumerate(_scenarios(options, machine)):
+    scenarios = _scenarios(options, machine)
+    shares = [_SHARES.get(name, 1.0) for name in scenarios]
+    skipped = []
+    for place, (name, make) in enumerate(scenarios.items()):
         clock = _Clock.start(options, shares[place] / sum(shares[place:]))
+        if clock.allowed_s <= 0:
+            skipped.append(name)
+            continue
         scenario = make()
         about = document["scenarios"][scenario.name] = scenario.about()
-        document["rows"] += _measure(machine, scenario, options, engine, compilations, clock)
+        document["rows"] += _measure(machine, scenario, options, compilations, clock)
         del scenario
         _tidy(machine)
         about["seconds"] = clock.seconds()
-        results.write(document, file)
-        print(f"{list(document['scenarios'])[-1]}: {about['seconds']}", flush=True)
-    print(f"\n{results.table(document)}\n\n{results.targets_table(document)}\n\n{file}")
-    return 1 if any("error" in row for row in document["rows"]) else 0
+        results.write(document, options.file)
+        done.append(name)
+        print(f"{name}: {about['seconds']}", flush=True)
+    if done:
+        print(f"\n{results.report(document)}\n\n{options.file}")
+    if skipped:
+        print(f"skipped, no time was left of --total {options.total:g}: {', '.join(skipped)}")
+    return 1 if not done or any("error" in row for row in document["rows"]) else 0
 
 
 @dataclass
@@ -118,18 +138,23 @@ class _Clock:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     for option, known in (("--scenarios", SCENARIO_NAMES), ("--providers", PROVIDERS)):
         parser.add_argument(option, default=",".join(known), metavar="A,B,...", help=f"some of {' '.join(known)} (all)")
-    parser.add_argument("--calls", type=int, default=2000, help="of each provider, scenario and measure (2000)")
+    parser.add_argument(
+        "--calls", type=positive_whole, default=2000, help="of each provider, scenario and measure (2000)"
+    )
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=positive,
         default=22.0,
         help="for one scenario, its set-up and checks included; slow providers make fewer calls then (22)",
     )
     parser.add_argument(
-        "--total", type=float, metavar="SECONDS", help="for everything; the scenarios still to come share what is left"
+        "--total",
+        type=positive,
+        metavar="SECONDS",
+        help="for everything; the scenarios still to come share what is left, and are skipped when nothing is",
     )
     parser.add_argument("--trace", type=Path, action="append", default=[], help="a recorded trace as a scenario")
     parser.add_argument("--stock-wheel", type=Path, help="a wheel of vllm-omni 0.30, where it is not installed")
@@ -141,15 +166,39 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.scenarios = _choice(parser, options.scenarios, SCENARIO_NAMES)
     options.providers = _choice(parser, options.providers, PROVIDERS)
+    if not (options.providers and (options.scenarios or options.trace)):
+        parser.error("nothing to measure: expected a provider, and a scenario or a trace")
+    try:
+        check_device(options.device)
+        options.traces = _traces(options.trace)
+        options.file = results.file_in(options.out, gpu_name(torch.device(options.device)))
+        check_file("--out", options.file)
+        options.engine = _engine_source(options.stock_wheel)
+    except UsageError as error:
+        parser.error(str(error))
     return options
 
 
 def _choice(parser: argparse.ArgumentParser, given: str, known: Sequence[str] | dict[str, Any]) -> list[str]:
-    chosen = [name for name in given.split(",") if name]
+    chosen = list(dict.fromkeys(name for name in given.split(",") if name))
     unknown = [name for name in chosen if name not in known]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
     return chosen
+
+
+def _traces(paths: Sequence[Path]) -> dict[str, Path]:
+    """Recorded traces by the names of their scenarios. Each is read as a check, and again when its turn comes."""
+    found: dict[str, Path] = {}
+    for path in paths:
+        try:
+            name = trace_scenario(load_trace(path)).name
+        except ValueError as error:
+            raise UsageError(f"--trace: {error}") from error
+        if name in found:
+            raise UsageError(f"--trace: {found[name]} and {path} would both be {name}; expected different names")
+        found[name] = path
+    return found
 
 
 def _engine_source(wheel: Path | None) -> EngineSource | None:
@@ -157,12 +206,13 @@ def _engine_source(wheel: Path | None) -> EngineSource | None:
         return EngineSource.from_wheel(wheel) if wheel is not None else EngineSource.installed()
     except Unavailable as reason:
         if wheel is not None:
-            raise SystemExit(f"--stock-wheel: {reason}") from reason
+            raise UsageError(f"--stock-wheel: {reason}") from reason
         print(f"stock_v1 and stock_v2 are left out: {reason}", flush=True)
         return None
 
 
-def _document(options: argparse.Namespace, machine: Machine, engine: EngineSource | None) -> dict[str, Any]:
+def _document(options: argparse.Namespace, machine: Machine) -> dict[str, Any]:
+    engine = options.engine
     versions = {
         "python": sys.version.split()[0],
         "torch": torch.__version__,
@@ -186,9 +236,12 @@ def _document(options: argparse.Namespace, machine: Machine, engine: EngineSourc
     }
 
 
-def _scenarios(options: argparse.Namespace, machine: Machine) -> list[Callable[[], Scenario]]:
-    made: list[Callable[[], Scenario]] = [partial(make_scenario, name, machine.device) for name in options.scenarios]
-    return made + [partial(_trace_scenario, path, machine) for path in options.trace]
+def _scenarios(options: argparse.Namespace, machine: Machine) -> dict[str, Callable[[], Scenario]]:
+    """What makes each scenario, by its name."""
+    made: dict[str, Callable[[], Scenario]] = {
+        name: partial(make_scenario, name, machine.device) for name in options.scenarios
+    }
+    return made | {name: partial(_trace_scenario, path, machine) for name, path in options.traces.items()}
 
 
 def _trace_scenario(path: Path, machine: Machine) -> Scenario:
@@ -199,7 +252,6 @@ def _measure(
     machine: Machine,
     scenario: Scenario,
     options: argparse.Namespace,
-    engine: EngineSource | None,
     compilations: CompileCounter,
     clock: _Clock,
 ) -> list[dict[str, Any]]:
@@ -210,7 +262,7 @@ def _measure(
     try:
         for name in options.providers:
             try:
-                provider = _make(PROVIDERS[name], machine, scenario, engine)
+                provider = _make(PROVIDERS[name], machine, scenario, options.engine)
                 providers.append(provider)
                 checked[name] = check(provider, machine, scenario)
             except Unavailable as reason:

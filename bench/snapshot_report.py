@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import argparse
-import json
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,21 +12,49 @@ if __name__ == "__main__":
     sys.path[0:1] = [str(Path(__file__).resolve().parent.parent)]
 
 from bench._snapshot import chart, results
+from bench.command_line import Parser, UsageError, check_file, read_result
+
+_FIELDS = ("gpu", "date", "commit", "versions", "scenarios", "rows")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("files", type=Path, nargs="+", help="snapshot.json")
     parser.add_argument("--merged", type=Path, help="write the merged results here")
     parser.add_argument("--chart", type=Path, help="write the chart here, .svg or .png; needs matplotlib")
     options = parser.parse_args(arguments)
-    document = results.merge([json.loads(file.read_text(encoding="utf-8")) for file in options.files])
-    print(f"{results.table(document)}\n\n{results.targets_table(document)}")
+    try:
+        document = _merged(options.files)
+        if options.merged is not None:
+            check_file("--merged", options.merged)
+        if options.chart is not None:
+            _check_chart(options.chart)
+    except UsageError as error:
+        parser.error(str(error))
+    print(results.report(document))
     if options.merged is not None:
         results.write(document, options.merged)
     if options.chart is not None:
         chart.draw(document, options.chart)
     return 0
+
+
+def _merged(files: Sequence[Path]) -> results.Document:
+    if len({file.resolve() for file in files}) < len(files):
+        raise UsageError(f"given {' '.join(map(str, files))}, expected each file once")
+    documents = [read_result(file, "snapshot", _FIELDS) for file in files]
+    try:
+        return results.merge(documents)
+    except ValueError as error:
+        raise UsageError(f"cannot merge {', '.join(map(str, files))}: {error}") from error
+
+
+def _check_chart(file: Path) -> None:
+    if file.suffix not in (".svg", ".png"):
+        raise UsageError(f"--chart: given {file}, expected a name that ends in .svg or .png")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--chart needs matplotlib: pip install -r requirements/bench.txt")
+    check_file("--chart", file)
 
 
 if __name__ == "__main__":

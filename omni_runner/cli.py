@@ -15,6 +15,8 @@ from pathlib import Path
 
 Main = Callable[[Sequence[str]], int]
 
+_MOST_PASSES = 10_000  # minutes; every timed step is kept for the medians
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -100,6 +102,23 @@ def version() -> str:
         return __version__
 
 
+def file_in_the_way(folder: Path) -> Path | None:
+    """What keeps a folder from being made: it, or one above it, is a file; None if nothing does."""
+    return next((path for path in (folder, *folder.parents) if os.path.exists(path) and not os.path.isdir(path)), None)
+
+
+def _whole_number(parser: argparse.ArgumentParser, option: str, given: str, least: int, most: int | None = None) -> int:
+    """The value of an option; the parser refuses what is none in its range."""
+    try:
+        value = int(given) if given.isascii() and given.isdecimal() else -1
+    except ValueError:  # more digits than Python converts
+        value = -1
+    if value < least or (most is not None and value > most):
+        limits = f"greater than {least - 1}" if most is None else f"from {least} to {most}"
+        parser.error(f"{option}: given {given!r}, expected a whole number {limits}")
+    return value
+
+
 def record(argv: Sequence[str]) -> int:
     """``omni-runner record``: run a command with tracing on, or say which variables do that."""
     parser = argparse.ArgumentParser(
@@ -109,17 +128,23 @@ def record(argv: Sequence[str]) -> int:
         "prints them.",
         epilog="example: omni-runner record --dir traces --steps 64 -- vllm-omni serve MODEL --omni",
     )
-    parser.add_argument("--dir", type=Path, default=Path("traces"), help="where to write (default: ./traces)")
-    parser.add_argument("--steps", type=int, default=32, help="how many steps of each stage (default: 32)")
+    parser.add_argument("--dir", default="traces", help="folder to write to (default: ./traces)")
+    parser.add_argument("--steps", default="32", help="how many steps of each stage (default: 32)")
     parser.add_argument("--scrub", action="store_true", help="random values in place of the real ones")
     parser.add_argument("serve", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="what to run")
     args = parser.parse_args(argv)
-    if args.steps < 1:
-        parser.error("--steps: expected a whole number greater than 0")
+    steps = _whole_number(parser, "--steps", args.steps, 1)
+    if not args.dir.strip():
+        parser.error(f"--dir: given {args.dir!r}, expected a folder")
+    folder = Path(args.dir)
+    obstacle = file_in_the_way(folder)
+    if obstacle is not None:
+        print(f"omni-runner record: cannot write to {folder}: {obstacle} is a file, not a folder", file=sys.stderr)
+        return 2
     variables = {
         "OMNI_RUNNER": "1",
-        "OMNI_RUNNER_TRACE": str(args.dir.absolute()),
-        "OMNI_RUNNER_TRACE_STEPS": str(args.steps),
+        "OMNI_RUNNER_TRACE": str(folder.absolute()),
+        "OMNI_RUNNER_TRACE_STEPS": str(steps),
         "OMNI_RUNNER_TRACE_SCRUB": str(int(args.scrub)),
     }
     serve = args.serve[1:] if args.serve[:1] == ["--"] else args.serve
@@ -129,10 +154,10 @@ def record(argv: Sequence[str]) -> int:
             print(f"export {name}={shlex.quote(value)}")
         return 0
     try:  # now, rather than when a model has been loaded
-        args.dir.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=args.dir).close()
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        print(f"omni-runner record: cannot write to {args.dir}: {error.strerror}", file=sys.stderr)
+        print(f"omni-runner record: cannot write to {folder}: {error.strerror}", file=sys.stderr)
         return 2
     try:
         os.execvpe(serve[0], serve, {**os.environ, **variables})
@@ -151,10 +176,11 @@ def replay(argv: Sequence[str]) -> int:
     parser.add_argument("trace", nargs="+", type=Path, help="a trace, with or without .json or .safetensors")
     parser.add_argument("--device", help="cpu, cuda:1, ... (default: the current GPU if there is one)")
     parser.add_argument("--backend", choices=("auto", "triton", "torch"), default="auto", help="what packs")
-    parser.add_argument("--passes", type=int, default=20, help="timed passes over the trace (default: 20)")
+    parser.add_argument("--passes", default="20", help="timed passes over the trace (default: 20)")
     args = parser.parse_args(argv)
-    if args.passes < 0:
-        parser.error("--passes: expected a whole number, 0 or greater")
+    passes = _whole_number(parser, "--passes", args.passes, 0, _MOST_PASSES)
+    if args.device and args.device.startswith("cpu:"):  # torch takes any number for the one CPU
+        parser.error(f"--device: given {args.device!r}, expected cpu, cuda or cuda:N")
 
     import spanpack  # noqa: PLC0415  torch, and safetensors for the traces
     from omni_runner.demo.report import traces_report  # noqa: PLC0415
@@ -163,7 +189,7 @@ def replay(argv: Sequence[str]) -> int:
     from omni_runner.replay import replay as replay_trace  # noqa: PLC0415
     from omni_runner.trace import load_trace  # noqa: PLC0415
 
-    device = args.device or default_device()
+    device = default_device() if args.device is None else args.device
     try:
         packer = spanpack.Packer(device, backend=args.backend)
     except (AssertionError, RuntimeError, spanpack.SpanpackError) as error:  # torch's own for a device it can't make
@@ -171,7 +197,7 @@ def replay(argv: Sequence[str]) -> int:
         return 2
     try:
         traces = [load_trace(path, device) for path in args.trace]
-        results = [replay_trace(trace, packer, timed_passes=args.passes) for trace in traces]
+        results = [replay_trace(trace, packer, timed_passes=passes) for trace in traces]
     except TraceError as error:
         print(f"omni-runner replay: {error}", file=sys.stderr)
         return 2

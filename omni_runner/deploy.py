@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ class StageVerdict:
     why : tuple of str
         Reasons for the engine's own path, or remarks on the packed one.
     is_mistake : bool
-        The stage would not start.
+        Whoever wrote it meant something else: the stage would not start, or is none of the pipeline's.
     """
 
     stage_id: int
@@ -90,6 +91,38 @@ def _expect(value: Any, where: str, kind: type[Any]) -> Any:
     if value is not None and not isinstance(value, kind):
         raise SettingsError(f"{where} is not a {_KINDS[kind]}: {value!r}")
     return kind() if value is None else value
+
+
+def check_bases(path: Path) -> None:
+    """Follow ``base_config`` from a deploy YAML to the files that it builds on.
+
+    Raises
+    ------
+    SettingsError
+        One is not there, or they build on each other in a circle; the message names the files.
+    """
+    import yaml  # noqa: PLC0415  comes with the engine
+
+    files = [path]
+    while True:
+        try:
+            document = yaml.safe_load(files[-1].read_text(encoding="utf-8"))
+        except (OSError, RecursionError, ValueError, yaml.YAMLError):
+            return  # the engine says what is wrong with it
+        base = document.get("base_config") if isinstance(document, dict) else None
+        base = _expect(base, f"{files[-1]}: base_config", str)
+        if not base or "${" in base:  # the engine fills it in
+            return
+        file = files[-1].parent / base
+        if not os.path.isfile(file):
+            problem = "is a folder" if os.path.isdir(file) else "is not there"
+            raise SettingsError(
+                f"{files[-1]}: its base_config {file} {problem}; the path starts at the YAML's own folder"
+            )
+        is_known = any(file.samefile(earlier) for earlier in files)
+        files.append(file)
+        if is_known:
+            raise SettingsError(f"base_config goes in a circle: {' -> '.join(map(str, files))}")
 
 
 def find_pipeline(
@@ -147,7 +180,14 @@ def judge_stages(
     for stage_id in sorted({*known, *written}):
         stage = known.get(stage_id, PipelineStage(stage_id, "?", "?", ""))
         settings = _stage_settings(deploy, written.get(stage_id, {}), platform)
-        is_chained = len(known or written) > 1
+        if pipeline and stage_id not in known:
+            why = f"pipeline {pipeline.name} has only stages {', '.join(map(str, sorted(known)))}"
+            # The engine passes over it. A deploy YAML for more stages is fine; ours is asked for in vain.
+            is_mistake = settings.get("worker_cls") == PACKED_AR_WORKER
+            verdicts.append(StageVerdict(stage_id, stage.name, stage.kind, False, (why,), is_mistake))
+            continue
+        # The YAML need not list every stage of its pipeline.
+        is_chained = len(known) > 1 if pipeline else len(written) > 1 or None
         verdicts.append(_judge(stage, settings, source, traits, platform, switched_on, is_chained))
     return verdicts
 
@@ -159,12 +199,15 @@ def _judge(
     traits: EngineTraits,
     platform: str,
     switched_on: bool,
-    is_chained: bool,
+    is_chained: bool | None,
 ) -> StageVerdict:
     def verdict(packed: bool, *why: str, is_mistake: bool = False) -> StageVerdict:
         return StageVerdict(stage.stage_id, stage.name, stage.kind, packed, why, is_mistake)
 
     worker_cls = settings.get("worker_cls")
+    problem = _worker_problem(worker_cls)
+    if problem:
+        return verdict(False, problem, is_mistake=True)
     if stage.kind not in ("ar", "?"):
         if worker_cls == PACKED_AR_WORKER:
             return verdict(False, f"remove its worker_cls: {stage.kind} stages have no AR worker", is_mistake=True)
@@ -178,9 +221,27 @@ def _judge(
     if reasons:
         return verdict(False, *reasons)
     selected = "by its worker_cls" if worker_cls == PACKED_AR_WORKER else "by OMNI_RUNNER"
+    conditions = ["it is an AR stage"] if stage.kind == "?" else []
+    if facts.async_chunk is None:
+        conditions.append("its pipeline has other stages")
     if facts.model_opts_in is None:
-        return verdict(True, selected, "if the model opts in, which cannot be told here")
+        conditions.append("the model opts in")
+    if conditions:
+        return verdict(True, selected, f"if {' and '.join(conditions)}, which cannot be told here")
     return verdict(True, selected)
+
+
+def _worker_problem(worker_cls: object) -> str:
+    """What is wrong with the worker class of a stage, "" if nothing: it is ours or somebody's own, or there is none."""
+    if worker_cls in (None, "auto", PACKED_AR_WORKER):
+        return ""
+    parts = worker_cls.split(".") if isinstance(worker_cls, str) else []
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        return f"its worker_cls is {worker_cls!r}, expected a dotted name such as {PACKED_AR_WORKER}"
+    package, _, name = PACKED_AR_WORKER.partition(".")
+    if parts[0] == package:
+        return f"{package} has no worker {'.'.join(parts[1:])}; is {name} meant?"
+    return ""
 
 
 def _stage_facts(
@@ -189,7 +250,7 @@ def _stage_facts(
     source: EngineSource,
     traits: EngineTraits,
     platform: str,
-    is_chained: bool,
+    is_chained: bool | None,
 ) -> StageFacts:
     flags = source.model_flags(stage.architecture, stage.name)
     return StageFacts(
@@ -199,7 +260,7 @@ def _stage_facts(
         speculative_decoding=settings.get("speculative_config") is not None,
         prefix_cache=bool(settings.get("enable_prefix_caching", True)),
         prefix_cache_excludes_async=traits.prefix_cache_excludes_async,
-        async_chunk=is_chained and bool(settings["async_chunk"]),
+        async_chunk=is_chained if settings["async_chunk"] else False,
         routed_experts=bool(settings.get("enable_return_routed_experts", False)),
         model_opts_in=flags["use_async_omni_output"],
         postprocess=flags["has_postprocess"],

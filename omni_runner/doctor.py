@@ -2,6 +2,10 @@
 
 Exit status 0: it would be. 1: it would not, and the last line says why. 2: wrong usage. Needs neither a GPU
 nor a model.
+
+What can't be told here (whether a stage of an unknown pipeline is an AR stage, whether a model opts in) is no
+reason against: the status is 0, and the report names the condition. A pipeline can be unknown because the engine
+computes its stages, and its deployments are as good as others.
 """
 
 from __future__ import annotations
@@ -16,13 +20,15 @@ import logging
 import os
 import platform as host
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from omni_runner import compat
-from omni_runner.deploy import EngineTraits, StageVerdict, check_form, find_pipeline, judge_stages
+from omni_runner.cli import file_in_the_way
+from omni_runner.deploy import EngineTraits, StageVerdict, check_bases, check_form, find_pipeline, judge_stages
 from omni_runner.eligibility import prefix_cache_excludes_async
 from omni_runner.errors import SettingsError
 from omni_runner.pipelines import EngineSource
@@ -89,11 +95,16 @@ class Report:
         if self.problems:
             return f"not active: {'; '.join(self.problems)}"
         if self.deploy:
-            packed = [f"{stage.stage_id} ({stage.name})" for stage in self.stages if stage.packed]
-            return f"active in stage {', '.join(packed)}" if packed else "not active in any stage"
+            sure = [f"{stage.stage_id} ({stage.name})" for stage in self.stages if stage.packed and stage.kind == "ar"]
+            unsure = [str(stage.stage_id) for stage in self.stages if stage.packed and stage.kind != "ar"]
+            parts = [f"active in stage {', '.join(sure)}"] if sure else []
+            if unsure:
+                condition = "it is an AR stage" if len(unsure) == 1 else "these are AR stages"
+                parts.append(f"would be active in stage {', '.join(unsure)} if {condition}, which cannot be told here")
+            return "; ".join(parts) or "not active in any stage"
         if self.switch.on:
             return "active: AR stages that qualify take the packed path (--deploy YAML tells which do)"
-        return f"not active: {self.switch.detail}"
+        return f"not active: {self.switch.detail}; worker_cls in a deploy YAML may switch it on (--deploy YAML tells)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -185,7 +196,7 @@ def examine_switch(enabled: bool, allowed_plugins: str | None) -> Switch:
         ``VLLM_PLUGINS``: vLLM loads only these if it is set.
     """
     if not enabled:
-        return Switch(False, "nothing switches it on (set OMNI_RUNNER=1, or worker_cls in a deploy YAML)")
+        return Switch(False, "OMNI_RUNNER is not set to 1")
     points = importlib.metadata.entry_points(group="vllm.general_plugins")
     names = [point.name for point in points if point.value == ENTRY_POINT]
     if not names:
@@ -196,14 +207,42 @@ def examine_switch(enabled: bool, allowed_plugins: str | None) -> Switch:
 
 
 def _examine_environment(report: Report) -> None:
-    report.environment = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+    from spanpack.config import USER_FILE_VARIABLE  # noqa: PLC0415  imports torch
+
+    names = (*VARIABLES, USER_FILE_VARIABLE)
+    report.environment = {name: os.environ[name] for name in names if os.environ.get(name)}
     report.warnings += warnings_of_variables()
+    tuned = os.environ.get(USER_FILE_VARIABLE, "").strip()
+    problem = tuned and _tuned_problem(tuned)
+    if problem:
+        report.warnings.append(
+            f"{USER_FILE_VARIABLE}={tuned!r} has no effect ({problem}): expected a file that `omni-runner tune` wrote"
+        )
     try:
         settings = Settings.from_env()
     except SettingsError as error:
         report.problems.append(str(error))
     else:
         report.switch = examine_switch(settings.enabled, os.environ.get("VLLM_PLUGINS"))
+        obstacle = settings.trace_dir and file_in_the_way(settings.trace_dir)
+        if obstacle:
+            value = os.environ["OMNI_RUNNER_TRACE"]
+            report.warnings.append(
+                f"OMNI_RUNNER_TRACE={value!r}: no trace can be written, {obstacle} is a file, not a folder"
+            )
+
+
+def _tuned_problem(path: str) -> str:
+    """Why the packer would leave a tuned file aside, whatever the GPU; "" if it would not."""
+    from spanpack._tuned_file import read_tuned  # noqa: PLC0415  imports torch
+
+    try:
+        read_tuned(Path(path).expanduser())
+    except OSError as error:
+        return error.strerror or _one_line(error)
+    except (RuntimeError, ValueError) as error:  # RuntimeError: a ~ that stands for nobody's home
+        return _one_line(error)
+    return ""
 
 
 def _examine_engine(report: Report, deploy: Path | None, pipeline: str | None) -> None:
@@ -251,6 +290,7 @@ def _examine_deployment(report: Report, path: Path, wanted: str | None, runner_c
         resolve_deploy_yaml,
     )
 
+    check_bases(path)
     try:
         deploy = resolve_deploy_yaml(path)
         check_form(deploy)
@@ -263,10 +303,12 @@ def _examine_deployment(report: Report, path: Path, wanted: str | None, runner_c
     pipelines = source.pipelines()
     pipeline = find_pipeline(pipelines, deploy, path, wanted)
     if wanted is not None and pipeline is None:
-        raise SettingsError(f"vllm-omni has no pipeline {wanted}; it has {', '.join(sorted(pipelines))}")
+        raise SettingsError(_no_pipeline(wanted, pipelines))
     if pipeline is None and not deploy.get("stages"):
         raise SettingsError(f"{path} has no stages, and which pipeline it is for is not known: --pipeline NAME says so")
     if pipeline is None:
+        if deploy.get("pipeline"):
+            report.warnings.append(_no_pipeline(deploy["pipeline"], pipelines))
         report.warnings.append("which stages are AR stages is not known: --pipeline NAME says so")
     traits = EngineTraits(
         has_v2_runner="model_runner" in {entry.name for entry in dataclasses.fields(DeployConfig)},
@@ -275,6 +317,14 @@ def _examine_deployment(report: Report, path: Path, wanted: str | None, runner_c
     report.deploy = f"{path} ({pipeline.name if pipeline else 'pipeline unknown'})"
     report.stages = judge_stages(deploy, pipeline, source, traits, platform=platform, switched_on=report.switch.on)
     report.problems += [f"stage {stage.stage_id}: {stage.why[0]}" for stage in report.stages if stage.is_mistake]
+    if not report.switch.on and any(stage.packed for stage in report.stages):
+        report.switch = Switch(False, f"{report.switch.detail}; worker_cls lines of the deployment switch it on")
+
+
+def _no_pipeline(name: str, pipelines: Collection[str]) -> str:
+    closest = get_close_matches(name, pipelines, n=5, cutoff=0.0)
+    others = len(pipelines) - len(closest)
+    return f"no pipeline {name} in the source of vllm-omni; closest are {', '.join(closest)} ({others} others)"
 
 
 def _package_folder(name: str) -> Path:
@@ -288,7 +338,8 @@ def _yaml_problem(error: Exception) -> str:
     """What the engine says of a YAML, with the line if it is the syntax."""
     mark = getattr(error, "problem_mark", None)
     if mark is not None:
-        return f"line {mark.line + 1}: {getattr(error, 'problem', None) or _one_line(error)}"
+        place = f"line {mark.line + 1} of {Path(str(mark.name)).name}"
+        return f"{place}: {getattr(error, 'problem', None) or _one_line(error)}"
     wrong_form = isinstance(error, AttributeError | TypeError)
     return f"not the form of a deploy YAML: {_one_line(error)}" if wrong_form else _one_line(error)
 

@@ -62,7 +62,7 @@ class EngineSource:
     _parsed: dict[Path, ast.Module] = field(default_factory=dict, compare=False, repr=False)
 
     def pipelines(self) -> dict[str, Pipeline]:
-        """All pipelines that are written down as constants, by name."""
+        """All pipelines that are written down as constants, with every stage, by name."""
         found = {}
         for path in sorted((self.root / _MODELS).glob("*/pipeline.py")):
             module = self._parse(path)
@@ -131,14 +131,14 @@ def _read_pipeline(call: ast.Call, constants: Mapping[str, str]) -> Pipeline | N
     default_architecture = _text(values.get("model_arch"), constants)
     found = []
     for stage in stages.elts:
-        if isinstance(stage, ast.Call):
-            words = {word.arg: word.value for word in stage.keywords if word.arg}
-            stage_id = words.get("stage_id")
-            if isinstance(stage_id, ast.Constant) and isinstance(stage_id.value, int):
-                kind = _KINDS.get(_name(words["execution_type"]), "?") if "execution_type" in words else "ar"
-                architecture = _text(words.get("model_arch"), constants) or default_architecture
-                stage_name = _text(words.get("model_stage"), constants)
-                found.append(PipelineStage(stage_id.value, stage_name, kind, architecture))
+        words = {word.arg: word.value for word in stage.keywords if word.arg} if isinstance(stage, ast.Call) else {}
+        stage_id = words.get("stage_id")
+        if not (isinstance(stage_id, ast.Constant) and isinstance(stage_id.value, int)):
+            return None  # rather than a pipeline that seems to lack a stage
+        kind = _KINDS.get(_name(words["execution_type"]), "?") if "execution_type" in words else "ar"
+        architecture = _text(words.get("model_arch"), constants) or default_architecture
+        stage_name = _text(words.get("model_stage"), constants)
+        found.append(PipelineStage(stage_id.value, stage_name, kind, architecture))
     return Pipeline(name, _text(values.get("default_deploy_config_name"), constants), tuple(found))
 
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import os
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +34,9 @@ _MAX_BLOCK_SLACK_BYTES = 64 << 20
 # Payloads nest three or four deep; walking a tree takes some stack for each level.
 _MAX_DEPTH = 32
 _MAX_ROWS = 1 << 31
+_NODE_KINDS = ("tensor", "dict", "list", "tuple", "value", "unsupported")
+_LAYOUT = ("stride", "storage", "storage_offset")
+_MOST_NAMES = 10
 
 
 @dataclass(frozen=True)
@@ -115,9 +121,11 @@ def load_trace(path: str | Path, device: torch.device | str = "cpu") -> Trace:
     ------
     TraceError
         A file is missing, unreadable or truncated, has another format, names a tensor that is not there, or holds
-        no steps or one that contradicts itself.
+        no steps or one that is malformed or contradicts itself.
     """
     json_file, tensor_file = trace_files(path)
+    if not os.path.exists(json_file):
+        raise TraceError(_why_absent(Path(path), json_file))
     document = _read_document(json_file)
     tensors = _read_tensors(tensor_file)
     steps = []
@@ -126,6 +134,18 @@ def load_trace(path: str | Path, device: torch.device | str = "cpu") -> Trace:
             steps.append(_build_step(raw, _TreeBuilder(tensors, torch.device(device), tensor_file)))
     about = {key: value for key, value in document.items() if key not in ("format", "steps")}
     return Trace(about=about, steps=tuple(steps), source=str(json_file.with_suffix("")))
+
+
+def _why_absent(path: Path, json_file: Path) -> str:
+    """What a path names instead of a trace."""
+    if os.path.isdir(path):
+        names = sorted(file.stem for file in path.glob("*.json") if file.with_suffix(".safetensors").is_file())
+        others = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        found = f"name a trace in it: {', '.join(names[:_MOST_NAMES])}{others}" if names else "there is no trace in it"
+        return f"{path} is a folder; {found}"
+    if os.path.exists(path) and path.suffix != ".safetensors":
+        return f"{path} is no trace; expected its .json or .safetensors file, or their name without the ending"
+    return f"cannot read trace: {json_file} is missing (a trace is a .json and a .safetensors file)"
 
 
 def _read_document(file: Path) -> dict[str, Any]:
@@ -168,17 +188,21 @@ def _blame(where: str) -> Iterator[None]:
         raise TraceError(f"{where}: malformed ({str(error).partition(chr(10))[0]})") from error
 
 
-def _build_step(raw: Mapping[str, Any], builder: _TreeBuilder) -> TraceStep:
+def _build_step(raw: Any, builder: _TreeBuilder) -> TraceStep:
+    if not isinstance(raw, dict):
+        raise _malformed("the step", raw, "an object")
+    for name in _TREE_FIELDS:
+        _check_node(raw[name], name)
     builder.collect_blocks([raw[name] for name in _TREE_FIELDS])
     step = TraceStep(
         request_ids=_ids(raw, "request_ids"),
-        num_scheduled_tokens=tuple(int(rows) for rows in raw["num_scheduled_tokens"]),
-        query_start_loc=tuple(int(start) for start in raw["query_start_loc"]),
+        num_scheduled_tokens=_whole_numbers(raw["num_scheduled_tokens"], "num_scheduled_tokens"),
+        query_start_loc=_whole_numbers(raw["query_start_loc"], "query_start_loc"),
         needs_payload=_ids(raw, "needs_payload"),
-        include_hidden=bool(raw["include_hidden"]),
-        time_s=float(raw.get("time_s", 0.0)),
-        use_async_omni_output=bool(raw.get("use_async_omni_output", True)),
-        elements=None if raw.get("elements") is None else tuple(int(place) for place in raw["elements"]),
+        include_hidden=_flag(raw["include_hidden"], "include_hidden"),
+        time_s=_seconds(raw.get("time_s", 0.0), "time_s"),
+        use_async_omni_output=_flag(raw.get("use_async_omni_output", True), "use_async_omni_output"),
+        elements=None if raw.get("elements") is None else _whole_numbers(raw["elements"], "elements"),
         **{name: builder.build(raw[name]) for name in _TREE_FIELDS},
     )
     _check_requests(step)
@@ -186,10 +210,38 @@ def _build_step(raw: Mapping[str, Any], builder: _TreeBuilder) -> TraceStep:
     return step
 
 
+def _malformed(where: str, given: object, expected: str) -> TraceError:
+    return TraceError(f"{where}: given {reprlib.repr(given)}, expected {expected}")
+
+
+def _items(given: object, where: str, kind: type[Any], what: str) -> list[Any]:
+    """A list whose items are all of one kind, exactly: a bool is no whole number."""
+    if not isinstance(given, list):
+        raise _malformed(where, given, f"a list of {what}s")
+    for place, item in enumerate(given):
+        if type(item) is not kind:
+            raise _malformed(f"{where}[{place}]", item, f"a {what}")
+    return given
+
+
+def _whole_numbers(given: object, where: str) -> tuple[int, ...]:
+    return tuple(_items(given, where, int, "whole number"))
+
+
+def _flag(given: object, where: str) -> bool:
+    if not isinstance(given, bool):
+        raise _malformed(where, given, "true or false")
+    return given
+
+
+def _seconds(given: object, where: str) -> float:
+    if type(given) not in (int, float) or not abs(given) < math.inf:  # type: ignore[arg-type]
+        raise _malformed(where, given, "a number of seconds")
+    return float(given)  # type: ignore[arg-type]
+
+
 def _ids(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    ids = raw[name]
-    if not isinstance(ids, list) or not all(isinstance(request, str) for request in ids):
-        raise TraceError(f"{name} is not a list of texts")
+    ids = _items(raw[name], name, str, "text")
     repeated = next((request for place, request in enumerate(ids) if request in ids[:place]), None)
     if repeated is not None:
         raise TraceError(f"{name} names {repeated!r} twice")
@@ -231,6 +283,50 @@ def _check_rows(step: TraceStep) -> None:
         raise TraceError(f"num_scheduled_tokens add up to {starts[-1]}, past the {rows} rows")
 
 
+def _check_node(node: Any, where: str, depth: int = 0) -> None:
+    """See that a tree node and those below it have the form that docs/traces.md describes."""
+    if depth > _MAX_DEPTH:
+        raise TraceError(f"a tree is nested more than {_MAX_DEPTH} deep")
+    kind = next((kind for kind in _NODE_KINDS if kind in node), None) if isinstance(node, dict) else None
+    if kind is None:
+        raise _malformed(where, node, f"an object with one of {', '.join(_NODE_KINDS)}")
+    content = node[kind]
+    if kind == "tensor":
+        _check_tensor_node(node, where)
+    elif kind == "value":
+        _check_value(content, where)
+    elif kind in ("list", "tuple"):
+        for place, item in enumerate(_items(content, f"{where}.{kind}", dict, "tree node")):
+            _check_node(item, f"{where}[{place}]", depth + 1)
+    elif kind == "dict":
+        for place, pair in enumerate(_items(content, f"{where}.dict", list, "pair of key and tree node")):
+            if len(pair) != 2 or isinstance(pair[0], (dict, list)):
+                raise _malformed(f"{where}.dict[{place}]", pair, "a pair of key and tree node")
+            _check_node(pair[1], f"{where}.{pair[0]}", depth + 1)
+
+
+def _check_tensor_node(node: Mapping[str, Any], where: str) -> None:
+    for name in ("tensor", "device"):
+        if not isinstance(node.get(name, ""), str):
+            raise _malformed(f"{where}.{name}", node[name], "a name")
+    if not any(name in node for name in _LAYOUT):
+        return
+    missing = [name for name in _LAYOUT if name not in node]
+    if missing:
+        raise TraceError(f"{where}: a tensor has all of {', '.join(_LAYOUT)} or none, {missing[0]} is missing")
+    _whole_numbers(node["stride"], f"{where}.stride")
+    for name in ("storage", "storage_offset"):
+        if type(node[name]) is not int:
+            raise _malformed(f"{where}.{name}", node[name], "a whole number")
+
+
+def _check_value(value: Any, where: str) -> None:
+    if isinstance(value, (dict, list)):
+        raise _malformed(where, value, "a plain value: null, a number, a text, true or false")
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise _malformed(where, value, "a whole number of no more than 64 bits")
+
+
 @dataclass
 class _Block:
     """The memory that several recorded tensors of one step were views of."""
@@ -270,23 +366,17 @@ class _TreeBuilder:
             block.end_byte = max(block.end_byte, end)
             block.data_bytes += data_bytes
 
-    def build(self, node: Mapping[str, Any], depth: int = 0) -> Any:
-        """The value that one JSON node stands for."""
-        if depth > _MAX_DEPTH:
-            raise TraceError(f"a tree is nested more than {_MAX_DEPTH} deep")
+    def build(self, node: Mapping[str, Any]) -> Any:
+        """The value that one JSON node stands for; `_check_node` has seen it."""
         if "tensor" in node:
             return self._tensor(node)
         if "dict" in node:
-            return {key: self.build(item, depth + 1) for key, item in node["dict"]}
+            return {key: self.build(item) for key, item in node["dict"]}
         if "list" in node:
-            return [self.build(item, depth + 1) for item in node["list"]]
+            return [self.build(item) for item in node["list"]]
         if "tuple" in node:
-            return tuple(self.build(item, depth + 1) for item in node["tuple"])
-        if "value" in node:
-            return _plain_value(node["value"])
-        if "unsupported" in node:
-            return None
-        raise TraceError(f"a tree node has none of the known kinds, only {sorted(node)}")
+            return tuple(self.build(item) for item in node["tuple"])
+        return node.get("value")  # None where it is unsupported
 
     def _content(self, node: Mapping[str, Any]) -> Tensor:
         try:
@@ -308,19 +398,11 @@ class _TreeBuilder:
             # A little longer, so that every dtype divides it.
             length_bytes = (block.end_byte - block.first_byte) // 16 * 16 + 16
             block.memory = torch.zeros(length_bytes, dtype=torch.uint8, device=device)
-        stride = tuple(int(step) for step in node["stride"])
-        offset = int(node["storage_offset"]) - block.first_byte // content.itemsize
+        stride = tuple(node["stride"])
+        offset = node["storage_offset"] - block.first_byte // content.itemsize
         view = block.memory.view(content.dtype).as_strided(content.shape, stride, offset)
         _writable(view).copy_(_writable(content, like=stride))
         return view
-
-
-def _plain_value(value: Any) -> bool | int | float | str | None:
-    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        raise TraceError("a tree holds a whole number of more than 64 bits")
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TraceError(f"a tree holds a {type(value).__name__} as its plain value")
 
 
 def _tensor_nodes(node: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -332,7 +414,7 @@ def _tensor_nodes(node: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def _byte_range(node: Mapping[str, Any], content: Tensor) -> tuple[int, int]:
     """First byte and end of what a recorded tensor covers in its memory block."""
-    stride, offset = [int(step) for step in node["stride"]], int(node["storage_offset"])
+    stride, offset = node["stride"], node["storage_offset"]
     if len(stride) != content.dim() or min([offset, *stride]) < 0:
         raise TraceError(f"tensor {node['tensor']!r} of rank {content.dim()} has stride {stride}, offset {offset}")
     last = offset + sum((size - 1) * step for size, step in zip(content.shape, stride, strict=True))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import platform
+import re
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+
+from bench.command_line import UsageError
 
 _SLEEP_CYCLES = 2_000_000  # of the calibration
 _EMPTY_PAIRS = 200
@@ -146,6 +149,26 @@ class CpuMachine:
 
     def pinned_allocations(self) -> int | None:
         return 0
+
+
+def check_device(device: str) -> None:
+    """See whether `open_machine` can have a device, without touching it.
+
+    Raises
+    ------
+    UsageError
+        It is none of ``"cuda"``, ``"cuda:N"`` and ``"cpu"``, or there is no such GPU.
+    """
+    form = re.fullmatch(r"cpu|cuda(?::(\d+))?", device, re.ASCII)
+    if form is None:
+        raise UsageError(f"--device: given {device!r}, expected cuda, cuda:N or cpu")
+    if device == "cpu":
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise UsageError("needs a CUDA GPU, torch sees none; `--device cpu` tries the program")
+    if int(form[1] or 0) >= count:
+        raise UsageError(f"--device: given {device!r}, the last GPU that torch sees is cuda:{count - 1}")
 
 
 def open_machine(device: str) -> Machine:

@@ -32,15 +32,15 @@ def write(document: Document, file: Path) -> None:
 
 
 def merge(documents: Sequence[Document]) -> Document:
-    """One document of several runs on one kind of GPU; of a scenario that occurs twice, the last one.
+    """One document of several runs on one kind of GPU, each of other scenarios.
 
-    Rows of one scenario always come from one run, so ratios between providers stay side by side. Each says which commit
-    it is of.
+    So the rows of a scenario come from one run, and ratios between providers stay side by side. Each row says which
+    commit it is of.
 
     Raises
     ------
     ValueError
-        The documents are of different GPUs or versions.
+        The documents are of different GPUs or versions, or two of them have the same scenario.
     """
     first = documents[0]
     for document in documents[1:]:
@@ -50,6 +50,8 @@ def merge(documents: Sequence[Document]) -> Document:
     rows: dict[str, list[dict[str, Any]]] = {}
     scenarios: dict[str, Any] = {}
     for document in documents:
+        if twice := [name for name in document["scenarios"] if name in scenarios]:
+            raise ValueError(f"more than one file has {', '.join(twice)}: expected each scenario in one file only")
         of_commit = [{"commit": document["commit"], **row} for row in document["rows"]]
         rows |= {name: [row for row in of_commit if row["scenario"] == name] for name in document["scenarios"]}
         scenarios |= document["scenarios"]
@@ -62,6 +64,13 @@ def version_of(package: str) -> str | None:
         return metadata.version(_DISTRIBUTIONS.get(package, package))
     except metadata.PackageNotFoundError:
         return None
+
+
+def report(document: Document) -> str:
+    """The table and the targets. No targets for the CPU, where figures mean nothing."""
+    if document["gpu"] == "cpu":
+        return f"{table(document)}\n\nno targets: this was measured on the CPU, where the figures mean nothing"
+    return f"{table(document)}\n\n{targets_table(document)}"
 
 
 def table(document: Document) -> str:

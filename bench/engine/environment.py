@@ -9,6 +9,8 @@ import tarfile
 import time
 from pathlib import Path
 
+from bench.command_line import UsageError
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 ARCHIVE = "engine.tar.xz"
 
@@ -39,6 +41,18 @@ _ENGINE = {
 }
 
 
+def check_engine(engine: Path) -> None:
+    """See whether a folder carries the engine.
+
+    Raises
+    ------
+    UsageError
+        It does not.
+    """
+    if not (engine / ARCHIVE).exists() and not _carried(engine):
+        raise UsageError(f"--engine: given {engine}, expected a folder with site/ and deps/, or with {ARCHIVE}")
+
+
 def engine_environment(engine: Path | None, scratch: Path) -> dict[str, str]:
     """Environment variables for the processes that run the engine.
 
@@ -58,13 +72,17 @@ def engine_environment(engine: Path | None, scratch: Path) -> dict[str, str]:
     paths = [REPOSITORY / "kernels", REPOSITORY]
     if engine is not None:
         root = _unpacked(engine, scratch) if (engine / ARCHIVE).exists() else engine
-        carried = [root / name for name in ("site", "deps") if (root / name).is_dir()]
+        carried = _carried(root)
         if not carried:
             raise FileNotFoundError(f"{engine} holds neither {ARCHIVE} nor site/ and deps/")
         paths += carried
     inherited = os.environ.get("PYTHONPATH")
     search = [str(path) for path in paths] + ([inherited] if inherited else [])
     return {**os.environ, **_OFFLINE, **_ENGINE, "PYTHONPATH": os.pathsep.join(search)}
+
+
+def _carried(root: Path) -> list[Path]:
+    return [root / name for name in ("site", "deps") if (root / name).is_dir()]
 
 
 def _unpacked(engine: Path, scratch: Path) -> Path:

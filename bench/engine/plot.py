@@ -10,13 +10,16 @@ taken, and without.
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
 from typing import Any
 from xml.sax.saxutils import escape
+
+from bench.command_line import Parser, UsageError, check_folder
+from bench.engine.report import read_engine, read_gap
 
 WIDTH, LEFT, RIGHT = 960, 130, 24
 LANE, LANE_GAP = 20, 6
@@ -239,17 +242,19 @@ def _throughput_bars(drawing: Drawing, found: _Rows, stage: str, variant: str, s
     drawing.height += LANE_GAP + 2
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="folder with engine.json and gap.json")
     parser.add_argument("--into", type=Path, required=True, help="folder for the figures")
     parser.add_argument("--engine", default="0.30")
     parser.add_argument("--stage", default="thinker", choices=list(STAGE_NAMES), help="of gap.svg")
     parser.add_argument("--without-sender", action="store_true", help="gap.svg of a stage that sends nothing")
-    args = parser.parse_args()
-    args.into.mkdir(parents=True, exist_ok=True)
-    result = json.loads((args.results / "engine.json").read_text())
-    gap = json.loads((args.results / "gap.json").read_text())
+    args = parser.parse_args(arguments)
+    try:
+        result, gap = read_engine(args.results), read_gap(args.results)
+        check_folder("--into", args.into)
+    except UsageError as error:
+        parser.error(str(error))
     (args.into / "throughput.svg").write_text(draw_throughput(result, args.engine, list(STAGE_NAMES)))
     try:
         drawn = draw_gap(gap, args.engine, args.stage, not args.without_sender)
@@ -259,7 +264,8 @@ def main() -> None:
         ) from None
     (args.into / "gap.svg").write_text(drawn)
     print(f"throughput.svg and gap.svg in {args.into}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

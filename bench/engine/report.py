@@ -9,10 +9,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from bench.command_line import Parser, UsageError, check_folder, read_result
 
 Row = Mapping[str, Any]
 _LISTS = ("rows", "consumed", "verify", "backlog", "errors", "skipped")
@@ -46,9 +49,13 @@ def join(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
     """Results of several calls as one: of each list, and each engine, stage and number of requests, the latest entries.
 
     What was skipped or failed is told of the latest run of a stage only. Each entry says which commit it is of.
+
+    Raises
+    ------
+    UsageError
+        There are no such results, or they can't be read.
     """
-    found = [json.loads((folder / "engine.json").read_text()) for folder in folders]
-    gaps = [json.loads((folder / "gap.json").read_text()) for folder in folders]
+    found = [read_engine(folder) for folder in folders]
     whole: dict[str, Any] = {**found[-1], "versions": {}, **{name: [] for name in _LISTS}}
     for number, result in enumerate(found):
         whole["versions"] |= result["versions"]
@@ -62,9 +69,20 @@ def join(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
                 {"commit": result["commit"], **entry} for entry in result[name] if _place(entry, name) not in later
             ]
     stages: dict[str, Any] = {}
-    for gap in gaps:
+    for gap in map(read_gap, folders):
         stages |= {name: timelines for name, timelines in gap["stages"].items() if timelines}
-    return {"engine": whole, "gap": {**gaps[-1], "stages": stages}}
+    return {"engine": whole, "gap": {"bench": "engine_gap", "gpu": whole["gpu"], "stages": stages}}
+
+
+def read_engine(folder: Path) -> dict[str, Any]:
+    """The engine.json of a folder that `bench.engine.run` wrote."""
+    return read_result(folder / "engine.json", "engine", ("gpu", "commit", "versions", *_LISTS))
+
+
+def read_gap(folder: Path) -> dict[str, Any]:
+    """Its gap.json; without any stage where there is none."""
+    file = folder / "gap.json"
+    return read_result(file, "engine_gap", ("gpu", "stages")) if file.exists() else {"gpu": None, "stages": {}}
 
 
 def _place(entry: Row, name: str) -> tuple[Any, ...]:
@@ -103,7 +121,8 @@ def summary(result: Row) -> str:
         if entry["stage"] == "thinker" and entry["chunk_difference"]  # of other stages they depend on the load
     ]
     lines += [f"* FAILED: {_of(entry)} {entry['at']}" for entry in result["errors"]]
-    lines += [f"* not done: {_of(entry)} {entry['what']}" for entry in result["skipped"]]
+    if skipped := len(result["skipped"]):
+        lines += [f"{skipped} pass{'es' * (skipped > 1)} not done (listed in engine.json)"]
     return "\n".join([*lines, "", *targets(result)])
 
 
@@ -315,18 +334,23 @@ def _table(head: Sequence[str], rows: Iterator[Any] | Sequence[Any]) -> list[str
     return [*(f"| {line} |" for line in lines), ""]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="+", type=Path, help="folders that bench.engine.run wrote")
     parser.add_argument("--into", type=Path, help="folder for engine.json and gap.json")
-    args = parser.parse_args()
-    found = join(args.results)
+    args = parser.parse_args(arguments)
+    try:
+        found = join(args.results)
+        if args.into:
+            check_folder("--into", args.into)
+    except UsageError as error:
+        parser.error(str(error))
     if args.into:
-        args.into.mkdir(parents=True, exist_ok=True)
         (args.into / "engine.json").write_text(json.dumps(found["engine"], indent=1) + "\n")
         (args.into / "gap.json").write_text(json.dumps(found["gap"]) + "\n")
     print(summary(found["engine"]))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

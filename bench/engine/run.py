@@ -16,12 +16,14 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.command_line import Parser, UsageError, check_folder, positive, positive_whole
 from bench.commit import commit_of
-from bench.engine.environment import REPOSITORY, engine_environment
+from bench.engine.environment import REPOSITORY, check_engine, engine_environment
 from bench.engine.model_folders import write_models
 from bench.engine.phases import Phase, all_phases, turn_s
 from bench.engine.report import merge, summary
@@ -228,8 +230,8 @@ def _other_extras(stage: str) -> set[str]:
     return set(EXTRAS) - set(STAGE_EXTRAS[stage])
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", type=Path, help="folder that carries the engine; default: it is installed")
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--commit", help="what to note as the commit, where there is no git checkout")
@@ -237,23 +239,41 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES))
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64], help="at once; 64 at most")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--rounds", type=int, default=3, help="measured passes per cell, as far as time allows")
-    parser.add_argument("--seconds", type=float, default=540.0, help="for everything, start included")
+    parser.add_argument(
+        "--rounds", type=positive_whole, default=3, help="measured passes per cell, as far as time allows"
+    )
+    parser.add_argument("--seconds", type=positive, default=540.0, help="for everything, start included")
     parser.add_argument(
         "--extras", nargs="*", default=list(EXTRAS), choices=EXTRAS, help="beside the table; default: all"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if not all(1 <= requests <= 64 for requests in args.requests):
         parser.error(f"--requests must lie between 1 and 64, given: {args.requests}")
     if "stock" not in args.variants:
         parser.error("--variants needs stock: the others are compared with it")
     args.out = args.out.resolve()
     args.engine = args.engine and args.engine.resolve()
+    try:
+        _check_gpu()
+        if args.engine:
+            check_engine(args.engine)
+        check_folder("--out", args.out)
+        if args.scratch:
+            check_folder("--scratch", args.scratch)
+    except UsageError as error:
+        parser.error(str(error))
     return args
 
 
-def main() -> int:
-    args = parse_args()
+def _check_gpu() -> None:
+    import torch  # noqa: PLC0415  takes seconds, and --help does without
+
+    if not torch.cuda.is_available():
+        raise UsageError("needs a CUDA GPU, torch sees none")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse_args(arguments)
     base = args.scratch or Path(tempfile.gettempdir()) / "omni-runner-bench"
     base.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=base, prefix="session-") as folder:

@@ -29,6 +29,27 @@ def test_results_have_their_form(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert re.fullmatch(r"builder ratio p50: thinker [\d.]+ talker [\d.]+ tts [\d.]+", last)
 
 
+def test_a_stopped_run_says_that_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> list[object]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(builder, "_measure", interrupted)
+    assert builder.main(["--out", str(tmp_path), "--commit", "abc"]) == 130
+    assert capsys.readouterr().err.startswith("stopped; nothing is written")
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--calls", "0"], ["--requests", "-1"], ["--out", __file__]], ids=lambda wrong: wrong[0]
+)
+def test_what_cannot_be_done_is_refused_in_one_line(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        builder.main(wrong)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_differing_outputs_are_not_timed() -> None:
     class Output:
         inter_stage_outputs = None

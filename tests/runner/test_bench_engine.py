@@ -331,6 +331,13 @@ class TestReport:
         assert [line.split("|")[2].strip() for line in ours] == ["ours", "ours +", "ours ++"]
         assert all(line.endswith("| 148 |") for line in ours)
 
+    def test_what_was_not_done_is_counted(self, result: dict[str, Any]) -> None:
+        skipped = [{"engine": "0.30", "stage": "thinker", "what": f"cells {count}"} for count in range(77)]
+        lines = summary({**result, "skipped": skipped}).splitlines()
+        assert [line for line in lines if "not done" in line] == ["77 passes not done (listed in engine.json)"]
+        assert "1 pass not done" in summary({**result, "skipped": skipped[:1]})
+        assert "not done" not in summary(result)
+
     def test_results_without_a_consumer_are_read(self, result: dict[str, Any]) -> None:
         lines = summary({**result, "consumed": [], "backlog": []}).splitlines()
         assert "| thinker: tokens/s with the sender, ours / stock | >= 1.4 | 1.00 | NO | - |  |" in lines
@@ -363,8 +370,9 @@ def test_joined_results_take_a_number_of_requests_from_one_call(tmp_path: Path) 
         lists["skipped"] = [{**about, "what": f"something of {name}"}]
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "engine.json").write_text(json.dumps({"commit": name, "versions": {}, "rows": rows, **lists}))
-        (folder / "gap.json").write_text(json.dumps({"stages": {}}))
+        head = {"bench": "engine", "gpu": "G", "commit": name, "versions": {}}
+        (folder / "engine.json").write_text(json.dumps({**head, "rows": rows, **lists}))
+        (folder / "gap.json").write_text(json.dumps({"bench": "engine_gap", "gpu": "G", "stages": {}}))
         return folder
 
     joined = join([call("a", [8, 64]), call("b", [64])])["engine"]

@@ -216,8 +216,8 @@ class TestSteadyCalls:
 
 def test_without_time_every_provider_makes_the_fewest_calls(tmp_path: Path) -> None:
     snapshot.main(
-        "--device cpu --total 0.1 --calls 100000 --scenarios talker_decode_64,few_leaves --providers ours,torch_cat "
-        f"--commit abc --out {tmp_path}".split()
+        "--device cpu --seconds 0.001 --calls 100000 --scenarios talker_decode_64,few_leaves "
+        f"--providers ours,torch_cat --commit abc --out {tmp_path}".split()
     )
     rows = json.loads((tmp_path / "cpu" / "snapshot.json").read_text())["rows"]
     assert {row["calls"]["host_us"] for row in rows} == {measure.FEWEST_CALLS}
@@ -286,9 +286,11 @@ def made_up_document(scenario: str, host_us: float) -> results.Document:
     return {"bench": "snapshot", "gpu": "g", "commit": "c", "versions": {}, "scenarios": {scenario: {}}, "rows": [row]}
 
 
-def test_merging_takes_the_last_run_of_a_scenario() -> None:
-    merged = results.merge([made_up_document("a", 1), made_up_document("b", 2), made_up_document("a", 3)])
-    assert [(row["scenario"], row["host_us"]["p50"]) for row in merged["rows"]] == [("a", 3), ("b", 2)]
+def test_merging_takes_each_scenario_from_one_run() -> None:
+    merged = results.merge([made_up_document("a", 1), made_up_document("b", 2)])
+    assert [(row["scenario"], row["host_us"]["p50"]) for row in merged["rows"]] == [("a", 1), ("b", 2)]
+    with pytest.raises(ValueError, match="more than one file has a:"):
+        results.merge([made_up_document("a", 1), made_up_document("b", 2), made_up_document("a", 3)])
     with pytest.raises(ValueError, match="gpu"):
         results.merge([made_up_document("a", 1), {**made_up_document("b", 1), "gpu": "h"}])
 

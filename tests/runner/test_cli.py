@@ -99,15 +99,43 @@ def test_record_of_a_command_that_is_not_there(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_record_says_at_once_that_it_can_t_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    assert cli.main(["record", "--dir", str(tmp_path / "file"), "--", "true"]) == 2
-    assert "cannot write to" in capsys.readouterr().err
+    folder = tmp_path / ("x" * 300)
+    assert cli.main(["record", "--dir", str(folder), "--", "true"]) == 2
+    assert f"cannot write to {folder}: File name too long" in capsys.readouterr().err
 
 
-def test_record_refuses_no_steps(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", [[], ["--", "true"]], ids=["exports", "command"])
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_record_refuses_a_file_as_its_folder(
+    tmp_path: Path, place: str, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert cli.main(["record", "--dir", str(tmp_path / place), *command]) == 2
+    captured = capsys.readouterr()
+    assert f"cannot write to {tmp_path / place}: {tmp_path / 'file'} is a file, not a folder" in captured.err
+    assert not captured.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["record", "--steps", "0"], "--steps: given '0', expected a whole number greater than 0"),
+        (["record", "--steps", "abc"], "--steps: given 'abc', expected a whole number greater than 0"),
+        (["record", "--dir", ""], "--dir: given '', expected a folder"),
+        (["replay", "t", "--passes", "-3"], "--passes: given '-3', expected a whole number from 0 to 10000"),
+        (["replay", "t", "--passes", "x"], "--passes: given 'x', expected a whole number from 0 to 10000"),
+        (["replay", "t", "--passes", "9" * 23], f"--passes: given '{'9' * 23}', expected a whole number from 0 to"),
+        (["replay", "t", "--passes", "9" * 5000], "expected a whole number from 0 to 10000"),
+        (["replay", "t", "--device", "cpu:1"], "--device: given 'cpu:1', expected cpu, cuda or cuda:N"),
+    ],
+)
+def test_an_option_that_means_nothing(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main(["record", "--steps", "0"])
+        cli.main(arguments)
     assert caught.value.code == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"omni-runner {arguments[0]}: error: --")
+    assert message in line
 
 
 class TestReplay:
@@ -126,7 +154,7 @@ class TestReplay:
         assert cli.main(["replay", str(tmp_path / "none"), "--device", "cpu"]) == 2
         assert "omni-runner replay: " in capsys.readouterr().err
 
-    @pytest.mark.parametrize("device", ["bogus", "cuda:-1", "meta", "cuda:99"])
+    @pytest.mark.parametrize("device", ["", "bogus", "cuda:-1", "meta", "cuda:99"])
     def test_a_device_that_cannot_be(self, device: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["replay", str(TRACES / "talker"), "--device", device]) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -136,12 +164,6 @@ class TestReplay:
         assert cli.main(["replay", str(TRACES / "talker"), "--device", "cpu", "--passes", "0"]) == 0
         expected = "talker: p50 of a step: pack call -, bytes on the host -, payloads ready -"
         assert capsys.readouterr().out.splitlines()[-1] == expected
-
-    def test_fewer_than_no_passes(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit) as caught:
-            cli.main(["replay", str(TRACES / "talker"), "--passes", "-1"])
-        assert caught.value.code == 2
-        assert "--passes: expected" in capsys.readouterr().err
 
     def test_a_malformed_step_is_one_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         document = json.loads((TRACES / "talker.json").read_text())
@@ -155,4 +177,9 @@ class TestReplay:
     @pytest.mark.parametrize("path", [".", "/"])
     def test_a_folder_is_no_trace(self, path: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["replay", path, "--device", "cpu"]) == 2
-        assert "cannot read trace" in capsys.readouterr().err
+        assert capsys.readouterr().err.startswith(f"omni-runner replay: {path} is a folder; ")
+
+    def test_the_traces_of_a_folder_are_named(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["replay", str(TRACES), "--device", "cpu"]) == 2
+        expected = f"omni-runner replay: {TRACES} is a folder; name a trace in it: talker, thinker, tts, tts_v2\n"
+        assert capsys.readouterr().err == expected

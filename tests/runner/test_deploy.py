@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from omni_runner.deploy import EngineTraits, StageVerdict, check_form, find_pipeline, judge_stages
+from omni_runner.deploy import EngineTraits, StageVerdict, check_bases, check_form, find_pipeline, judge_stages
 from omni_runner.errors import SettingsError
 from omni_runner.pipelines import MODEL_FLAGS, EngineSource, Pipeline, PipelineStage
 
@@ -82,6 +82,31 @@ def test_our_worker_class_on_a_generation_stage_is_a_mistake() -> None:
 
 
 @pytest.mark.parametrize(
+    ("worker_cls", "message"),
+    [
+        ("omni_runner.PackedGPUArWorker", "omni_runner has no worker PackedGPUArWorker; is PackedGPUARWorker meant?"),
+        ("omni_runner.worker.Packed", "omni_runner has no worker worker.Packed; is PackedGPUARWorker meant?"),
+        (5, f"its worker_cls is 5, expected a dotted name such as {PACKED}"),
+        ("", f"its worker_cls is '', expected a dotted name such as {PACKED}"),
+        ("PackedGPUARWorker", f"its worker_cls is 'PackedGPUARWorker', expected a dotted name such as {PACKED}"),
+        ("omni-runner.Worker", f"its worker_cls is 'omni-runner.Worker', expected a dotted name such as {PACKED}"),
+    ],
+)
+@pytest.mark.parametrize("stage_id", [0, 2])
+def test_a_worker_class_that_cannot_be(stage_id: int, worker_cls: object, message: str) -> None:
+    verdict = judge({"stages": [{"stage_id": stage_id, "worker_cls": worker_cls}]})[stage_id]
+    assert (verdict.packed, verdict.why, verdict.is_mistake) == (False, (message,), True)
+
+
+def test_a_stage_that_the_pipeline_does_not_have() -> None:
+    *_, ours, other = judge({"stages": [{"stage_id": 7, "worker_cls": PACKED}, {"stage_id": 8}]})
+    assert (ours.stage_id, other.stage_id) == (7, 8)
+    assert ours.why == other.why == ("pipeline omni has only stages 0, 1, 2",)
+    assert not ours.packed and not other.packed
+    assert (ours.is_mistake, other.is_mistake) == (True, False)  # the engine passes over what it does not know
+
+
+@pytest.mark.parametrize(
     ("deploy", "words"),
     [
         ({"async_chunk": False}, "async_chunk is off"),
@@ -148,7 +173,11 @@ def test_what_cannot_be_told() -> None:
     unknown = dict.fromkeys(MODEL_FLAGS)
     verdicts = judge({"stages": [{"stage_id": 0}, {"stage_id": 1}]}, None, **unknown)
     assert [(verdict.name, verdict.kind, verdict.packed) for verdict in verdicts] == [("?", "?", True)] * 2
-    assert "if the model opts in" in verdicts[0].why[1]
+    assert verdicts[0].why[1] == "if it is an AR stage and the model opts in, which cannot be told here"
+    (only,) = judge({"stages": [{"stage_id": 0}]}, None)
+    assert only.why[1] == "if it is an AR stage and its pipeline has other stages, which cannot be told here"
+    assert judge({"stages": [{"stage_id": 0, "async_chunk": False}]}, None)[0].why == ("async_chunk is off",)
+    assert judge({}, **unknown)[0].why[1] == "if the model opts in, which cannot be told here"
 
 
 @pytest.mark.parametrize(
@@ -193,3 +222,39 @@ def test_of_another_form(deploy: Any, message: str) -> None:
 @pytest.mark.parametrize("deploy", [None, {}, {"stages": None, "platforms": None}, {"stages": [{"stage_id": "1"}]}])
 def test_of_the_right_form(deploy: Any) -> None:
     check_form(deploy)
+
+
+class TestBases:
+    @pytest.fixture(autouse=True)
+    def _needs_yaml(self) -> None:
+        pytest.importorskip("yaml")
+
+    def test_a_chain(self, tmp_path: Path) -> None:
+        (tmp_path / "a.yaml").write_text("base_config: b.yaml")
+        (tmp_path / "b.yaml").write_text("stages: []")
+        check_bases(tmp_path / "a.yaml")
+
+    @pytest.mark.parametrize("text", ["", "- a", "base_config:", "base_config: ${oc.env:X}", "a: ["])
+    def test_what_is_left_to_the_engine(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "a.yaml").write_text(text)
+        check_bases(tmp_path / "a.yaml")
+
+    @pytest.mark.parametrize("names", ["a", "ab", "abc"])
+    def test_a_circle(self, tmp_path: Path, names: str) -> None:
+        files = [tmp_path / f"{name}.yaml" for name in names]
+        for file, base in zip(files, [*files[1:], files[0]], strict=True):
+            file.write_text(f"base_config: {base.name}")
+        with pytest.raises(SettingsError) as error:
+            check_bases(files[0])
+        assert str(error.value) == f"base_config goes in a circle: {' -> '.join(map(str, [*files, files[0]]))}"
+
+    @pytest.mark.parametrize(
+        ("base", "words"), [("none.yaml", "none.yaml is not there"), (".", "is a folder"), ("5", "is not a text: 5")]
+    )
+    def test_one_that_is_not_there(self, tmp_path: Path, base: str, words: str) -> None:
+        (tmp_path / "a.yaml").write_text("base_config: b.yaml")
+        (tmp_path / "b.yaml").write_text(f"base_config: {base}")
+        with pytest.raises(SettingsError, match="base_config") as error:
+            check_bases(tmp_path / "a.yaml")
+        assert str(error.value).startswith(f"{tmp_path / 'b.yaml'}: ")
+        assert words in str(error.value)

@@ -16,6 +16,7 @@ import pytest
 from omni_runner import doctor
 from omni_runner.deploy import StageVerdict
 from omni_runner.doctor import Report, Switch, as_json, as_text, examine_switch
+from spanpack.config import SHIPPED_FILES
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "deploy"
 ON = Switch(True, "it is on")
@@ -25,7 +26,7 @@ ON = Switch(True, "it is on")
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of our variables, none of vLLM's."""
     for name in list(os.environ):
-        if name.startswith(("OMNI_RUNNER", "VLLM_PLUGINS")):
+        if name.startswith(("OMNI_RUNNER", "VLLM_PLUGINS", "SPANPACK_TUNED")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
 
@@ -73,11 +74,20 @@ class TestVerdict:
     def test_without_a_deployment_the_switch_decides(self) -> None:
         assert Report(switch=ON).active
         assert not Report(switch=Switch(False, "it is off")).active
-        assert Report(switch=Switch(False, "it is off")).verdict == "not active: it is off"
+        assert Report(switch=Switch(False, "it is off")).verdict.startswith("not active: it is off; worker_cls in a ")
 
     def test_with_a_deployment_its_stages_decide(self) -> None:
         assert Report(deploy="a.yaml", stages=[stage(True)]).verdict == "active in stage 0 (thinker)"
         assert not Report(switch=ON, deploy="a.yaml", stages=[stage(False)]).active
+
+    def test_what_may_be_no_ar_stage_is_active_on_a_condition(self) -> None:
+        unknown = [StageVerdict(number, "?", "?", True, ("by its worker_cls",)) for number in (0, 1)]
+        report = Report(deploy="a.yaml", stages=unknown[:1])
+        assert report.active
+        assert report.verdict == "would be active in stage 0 if it is an AR stage, which cannot be told here"
+        assert "in stage 0, 1 if these are AR stages" in Report(deploy="a.yaml", stages=unknown).verdict
+        both = Report(deploy="a.yaml", stages=[stage(True), unknown[1]]).verdict
+        assert both.startswith("active in stage 0 (thinker); would be active in stage 1 if it is an AR stage")
 
     def test_problems_come_first(self) -> None:
         report = Report(switch=ON, deploy="a.yaml", stages=[stage(True)], problems=["a name is missing"])
@@ -103,6 +113,14 @@ def test_text() -> None:
     assert text.endswith("warning: careful\n\nnot active in any stage")
     assert "sample_tokens: ok" not in text
     assert "sample_tokens: ok" in as_text(report, verbose=True)
+
+
+def test_close_names_of_pipelines() -> None:
+    names = [f"other_{number}" for number in range(9)] + ["qwen3_tts", "qwen3_omni_moe"]
+    text = doctor._no_pipeline("qwen3_tst", names)
+    assert text.startswith("no pipeline qwen3_tst in the source of vllm-omni; closest are qwen3_tts, qwen3_omni_moe, ")
+    assert text.endswith("(6 others)")
+    assert "(6 others)" in doctor._no_pipeline("foo", names)
 
 
 def test_json() -> None:
@@ -132,6 +150,58 @@ def test_unreadable_variables_are_a_problem(
     out = capsys.readouterr().out
     assert "not active: OMNI_RUNNER_TRACE_STEPS='all'" in out
     assert "warning: OMNI_RUNNER_STRCT has no effect" in out
+
+
+@pytest.mark.usefixtures("no_engine", "installed")
+class TestFilesThatVariablesName:
+    def warnings(self, capsys: pytest.CaptureFixture[str]) -> list[str]:
+        doctor.main(["--json"])
+        return json.loads(capsys.readouterr().out)["warnings"]
+
+    @pytest.mark.parametrize(
+        ("content", "problem"), [(None, "No such file"), ("{", "Expecting property name"), ("{}", "format is None")]
+    )
+    def test_a_tuned_file_that_the_packer_leaves_aside(
+        self,
+        tmp_path: Path,
+        content: str | None,
+        problem: str,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        file = tmp_path / "tuned.json"
+        if content is not None:
+            file.write_text(content)
+        monkeypatch.setenv("SPANPACK_TUNED", str(file))
+        (warning,) = self.warnings(capsys)
+        assert warning.startswith(f"SPANPACK_TUNED='{file}' has no effect ({problem}")
+        doctor.main([])
+        assert f"  SPANPACK_TUNED  {file}\n" in capsys.readouterr().out
+
+    def test_a_tuned_file_of_nobody_s_home(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("SPANPACK_TUNED", "~nobody-of-that-name/tuned.json")
+        assert "has no effect (" in self.warnings(capsys)[0]
+
+    def test_a_tuned_file(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        monkeypatch.setenv("SPANPACK_TUNED", str(next(SHIPPED_FILES.glob("*.json"))))
+        assert self.warnings(capsys) == []
+
+    @pytest.mark.parametrize(("place", "is_fine"), [("new", True), (".", True), ("file", False), ("file/below", False)])
+    def test_the_folder_for_traces(
+        self,
+        tmp_path: Path,
+        place: str,
+        is_fine: bool,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("OMNI_RUNNER_TRACE", str(tmp_path / place))
+        warnings = self.warnings(capsys)
+        assert (warnings == []) is is_fine
+        assert is_fine or f"{tmp_path / 'file'} is a file, not a folder" in warnings[0]
 
 
 @pytest.mark.usefixtures("no_engine")
@@ -170,6 +240,8 @@ class TestWithTheEngine:
         assert done.returncode == 0, done.stderr
         report = json.loads(done.stdout)
         assert [entry for entry in report["names"] if entry["problem"]] == []
+        detail = "OMNI_RUNNER is not set to 1; worker_cls lines of the deployment switch it on"
+        assert report["switch"]["detail"] == detail
         stages = [(entry["name"], entry["kind"], entry["packed"]) for entry in report["stages"]]
         assert stages == [("thinker", "ar", True), ("talker", "ar", True), ("code2wav", "generation", False)]
 
@@ -186,7 +258,7 @@ class TestWithTheEngine:
         broken = tmp_path / "broken.yaml"
         broken.write_text("pipeline: a\nstages: ]\nedges: []\n")
         assert doctor.main(["--deploy", str(broken)]) == 2
-        assert f"the engine cannot read {broken} (line 2: " in capsys.readouterr().err
+        assert f"the engine cannot read {broken} (line 2 of broken.yaml: " in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("text", "words"),
@@ -211,7 +283,39 @@ class TestWithTheEngine:
 
     def test_a_pipeline_that_is_not_there(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert doctor.main(["--deploy", str(EXAMPLES / "qwen3_tts.yaml"), "--pipeline", "none"]) == 2
-        assert "no pipeline none; it has" in capsys.readouterr().err
+        assert "no pipeline none in the source of vllm-omni; closest are " in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("text", "problem"),
+        [
+            ("{stage_id: 7, worker_cls: omni_runner.PackedGPUARWorker}", "stage 7: pipeline qwen3_tts has only"),
+            ("{stage_id: 0, worker_cls: omni_runner.PackedGPUArWorker}", "stage 0: omni_runner has no worker"),
+            ("{stage_id: 0, worker_cls: 5}", "stage 0: its worker_cls is 5, expected a dotted name"),
+        ],
+    )
+    def test_stages_that_are_mistakes(
+        self, tmp_path: Path, text: str, problem: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file = tmp_path / "a.yaml"
+        file.write_text(f"pipeline: qwen3_tts\nmodel_runner: v1\nstages: [{text}]")
+        assert doctor.main(["--deploy", str(file)]) == 1
+        assert problem in capsys.readouterr().out.splitlines()[-1]
+
+    def test_a_pipeline_that_is_not_known(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file = tmp_path / "a.yaml"
+        file.write_text(
+            "pipeline: qwen3_ts\nstages: [{stage_id: 0, worker_cls: omni_runner.PackedGPUARWorker}, {stage_id: 1}]"
+        )
+        assert doctor.main(["--deploy", str(file)]) == 0
+        out = capsys.readouterr().out
+        assert "warning: no pipeline qwen3_ts in the source of vllm-omni; closest are qwen3_tts, " in out
+        assert out.splitlines()[-1] == "would be active in stage 0 if it is an AR stage, which cannot be told here"
+
+    def test_a_base_that_is_not_there(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file = tmp_path / "a.yaml"
+        file.write_text("base_config: b.yaml")
+        assert doctor.main(["--deploy", str(file)]) == 2
+        assert f"{file}: its base_config {tmp_path / 'b.yaml'} is not there" in capsys.readouterr().err
 
     def test_a_missing_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner

@@ -27,6 +27,7 @@ SPEAKER = PipelineConfig(
     ),
 )
 COMPUTED = PipelineConfig(model_type=name(), stages=stages())
+PARTLY = PipelineConfig(model_type="partly", stages=(StagePipelineConfig(stage_id=0), more()))
 """
 
 MODEL = """

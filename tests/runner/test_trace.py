@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from omni_runner.demo.traces import shipped_traces
 from omni_runner.errors import TraceError
+from omni_runner.settings import VARIABLES
 from omni_runner.trace import Trace, TraceStep, load_trace
 from omni_runner.trace_record import StepRecorder, TraceWriter, save_trace
 
@@ -151,28 +152,67 @@ def nested(depth: int) -> dict[str, Any]:
         (lambda d: d["steps"][0].update(query_start_loc=[0, 3]), "2 request ids need"),
         (lambda d: d["steps"][0].update(needs_payload=["c"]), "'c', which is not in the batch"),
         (lambda d: d["steps"][0].update(elements=[0, 1]), "2 elements for 1 requests"),
+        (lambda d: d["steps"].insert(0, 5), "step 0: the step: given 5, expected an object"),
         (lambda d: d["steps"][0].update(hidden_states={"tensor": "t9"}), "'t9' is not in"),
-        (lambda d: d["steps"][0].update(hidden_states={"blob": 1}), "none of the known kinds"),
-        (lambda d: d["steps"][0].update(num_scheduled_tokens=3), "step 0: malformed"),
+        (
+            lambda d: d["steps"][0].update(hidden_states={"blob": 1}),
+            "hidden_states: given {'blob': 1}, expected an object",
+        ),
+        (
+            lambda d: d["steps"][0].update(num_scheduled_tokens=3),
+            "step 0: num_scheduled_tokens: given 3, expected a list of whole numbers",
+        ),
+        (
+            lambda d: d["steps"][0].update(num_scheduled_tokens=[3, "2"]),
+            "step 0: num_scheduled_tokens[1]: given '2', expected a whole number",
+        ),
         (lambda d: d["steps"][0]["hidden_states"].update(stride=[-4, 1]), "has stride"),
         (lambda d: d.update(steps=[]), "has no steps"),
         (lambda d: d["steps"][0].update(query_start_loc=[0, 5, 3]), "step 0: query_start_loc is not the running sum"),
         (lambda d: d["steps"][0].update(query_start_loc=[-1, 2, 4]), "step 0: query_start_loc is not the running sum"),
-        (lambda d: d["steps"][0].update(query_start_loc=[0, 3, float("inf")]), "step 0: malformed"),
+        (
+            lambda d: d["steps"][0].update(query_start_loc=[0, 3, float("inf")]),
+            "step 0: query_start_loc[2]: given inf, expected a whole number",
+        ),
         (lambda d: d["steps"][0].update(num_scheduled_tokens=[6, -1]), "step 0: num_scheduled_tokens has the negative"),
         (spans(3, 3), "step 0: num_scheduled_tokens add up to 6, past the 5 rows"),
         (spans(3, 2**63), "past the 5 rows"),
         (spans(3, 2**63, include_hidden=False), "past the 2147483648 rows"),
         (lambda d: d["steps"][0].update(request_ids=["a", "a"]), "step 0: request_ids names 'a' twice"),
-        (lambda d: d["steps"][0].update(request_ids="ab"), "step 0: request_ids is not a list of texts"),
+        (lambda d: d["steps"][0].update(request_ids="ab"), "step 0: request_ids: given 'ab', expected a list of texts"),
         (lambda d: d["steps"][0].update(needs_payload=["b", "b"]), "step 0: needs_payload names 'b' twice"),
-        (lambda d: d["steps"][0].update(needs_payload=[1]), "step 0: needs_payload is not a list of texts"),
+        (lambda d: d["steps"][0].update(needs_payload=[1]), "step 0: needs_payload[0]: given 1, expected a text"),
+        (lambda d: d["steps"][0].update(elements=[True]), "step 0: elements[0]: given True, expected a whole number"),
         (lambda d: d["steps"][0].update(elements=[-1]), "step 0: elements [-1] are not all places"),
         (lambda d: d["steps"][0].update(hidden_states={"value": 3}), "step 0: hidden_states is not a tensor with rows"),
         (lambda d: d["steps"][0].update(multimodal_outputs={"list": []}), "step 0: multimodal_outputs is a list"),
         (lambda d: d["steps"][0].update(multimodal_outputs=nested(40)), "step 0: a tree is nested more than 32 deep"),
-        (lambda d: d["steps"][0].update(multimodal_outputs={"dict": [["x", {"value": 2**64}]]}), "more than 64 bits"),
-        (lambda d: d["steps"][0].update(multimodal_outputs={"dict": [["x", {"value": [1]}]]}), "step 0: a tree holds"),
+        (
+            lambda d: d["steps"][0].update(multimodal_outputs={"dict": [["x", {"value": 2**64}]]}),
+            "no more than 64 bits",
+        ),
+        (
+            lambda d: d["steps"][0].update(multimodal_outputs={"dict": [["x", {"value": [1]}]]}),
+            "x: given [1], expected a plain",
+        ),
+        (lambda d: d["steps"][0].update(multimodal_outputs=3), "multimodal_outputs: given 3, expected an object with"),
+        (
+            lambda d: d["steps"][0].update(multimodal_outputs={"dict": 3}),
+            "multimodal_outputs.dict: given 3, expected a",
+        ),
+        (lambda d: d["steps"][0].update(multimodal_outputs={"dict": [["x"]]}), "dict[0]: given ['x'], expected a pair"),
+        (
+            lambda d: d["steps"][0].update(multimodal_outputs={"dict": [[[], {}]]}),
+            "dict[0]: given [[], {}], expected a",
+        ),
+        (lambda d: d["steps"][0]["hidden_states"].update(tensor=3), "hidden_states.tensor: given 3, expected a name"),
+        (lambda d: d["steps"][0]["hidden_states"].update(stride="41"), "hidden_states.stride: given '41', expected a"),
+        (lambda d: d["steps"][0]["hidden_states"].update(storage=[]), "hidden_states.storage: given [], expected a"),
+        (lambda d: d["steps"][0]["hidden_states"].pop("storage"), "or none, storage is missing"),
+        (lambda d: d["steps"][0].update(include_hidden="xx"), "include_hidden: given 'xx', expected true or false"),
+        (lambda d: d["steps"][0].update(use_async_omni_output=1), "use_async_omni_output: given 1, expected true or"),
+        (lambda d: d["steps"][0].update(time_s="now"), "time_s: given 'now', expected a number of seconds"),
+        (lambda d: d["steps"][0].update(time_s=float("nan")), "time_s: given nan, expected a number of seconds"),
     ],
 )
 def test_bad_documents(tmp_path: Path, edit: Any, message: str) -> None:
@@ -180,6 +220,32 @@ def test_bad_documents(tmp_path: Path, edit: Any, message: str) -> None:
     with pytest.raises(TraceError, match=r"t\.json") as error:
         load_trace(path)
     assert message in str(error.value)
+
+
+def test_a_step_of_the_required_fields_only(tmp_path: Path) -> None:
+    """Those that docs/traces.md gives no default."""
+    document = (Path(__file__).resolve().parents[2] / "docs" / "traces.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1:-1] for line in document.splitlines() if line.startswith("| `") and line.count("|") == 4]
+    optional = {names.strip(" `") for names, _, default in rows if default.strip()} - set(VARIABLES)
+    path = broken(
+        write(tmp_path / "t", step_of({}, elements=(0,), time_s=2.0)),
+        lambda d: [d["steps"][0].pop(name, None) for name in optional],
+    )
+    (step,) = load_trace(path).steps
+    assert optional == {"time_s", "elements", "use_async_omni_output"}
+    assert (step.time_s, step.elements, step.use_async_omni_output) == (0.0, None, True)
+    for name in json.loads((tmp_path / "t.json").read_text())["steps"][0]:
+        with pytest.raises(TraceError, match=f"field '{name}' is missing"):
+            load_trace(broken(write(tmp_path / "u", step_of({})), lambda d, name=name: d["steps"][0].pop(name)))
+
+
+def test_a_tensor_of_a_name_only(tmp_path: Path) -> None:
+    def strip(document: Any) -> None:
+        document["steps"][0]["hidden_states"] = {"tensor": document["steps"][0]["hidden_states"]["tensor"]}
+
+    step = step_of({})
+    loaded = load_trace(broken(write(tmp_path / "t", step), strip)).steps[0]
+    assert_same_tree(loaded.hidden_states, step.hidden_states)
 
 
 def test_nesting_past_the_stack(tmp_path: Path) -> None:
@@ -196,6 +262,33 @@ def test_missing_files(tmp_path: Path) -> None:
     (tmp_path / "t.safetensors").unlink()
     with pytest.raises(TraceError, match=r"t\.safetensors is missing"):
         load_trace(tmp_path / "t")
+
+
+def test_a_folder_names_the_traces_in_it(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"is a folder; there is no trace in it"):
+        load_trace(tmp_path)
+    for name in ("b-1.2", "a"):
+        write(tmp_path / name, step_of({}))
+    (tmp_path / "notes.json").touch()
+    with pytest.raises(TraceError) as error:
+        load_trace(tmp_path)
+    assert str(error.value) == f"{tmp_path} is a folder; name a trace in it: a, b-1.2"
+    for place in range(12):
+        write(tmp_path / f"a{place:02}", step_of({}))
+    with pytest.raises(TraceError, match=r"a, a00, .*, a08 and 4 more$"):
+        load_trace(tmp_path)
+
+
+def test_a_folder_beside_a_trace_of_its_name(tmp_path: Path) -> None:
+    write(tmp_path / "t", step_of({}))
+    (tmp_path / "t").mkdir()
+    assert len(load_trace(tmp_path / "t").steps) == 1
+
+
+def test_another_file_is_no_trace(tmp_path: Path) -> None:
+    (tmp_path / "README.md").touch()
+    with pytest.raises(TraceError, match=r"README\.md is no trace; expected its \.json or"):
+        load_trace(tmp_path / "README.md")
 
 
 @pytest.mark.parametrize("keep", [0, 5, 40, -7])
