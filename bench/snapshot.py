@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import importlib.util
 import json
 import sys
 import time
@@ -24,7 +25,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 import spanpack  # noqa: E402
-from bench._snapshot import results  # noqa: E402
+from bench._snapshot import chart, results  # noqa: E402
 from bench._snapshot.baselines import DeviceCopy, ForeachCopy, MemcpyBatch, OneCopy, TorchCat  # noqa: E402
 from bench._snapshot.check import Checked, check  # noqa: E402
 from bench._snapshot.engine_source import EngineSource  # noqa: E402
@@ -99,10 +100,18 @@ def _run(options: argparse.Namespace, done: list[str]) -> int:
         done.append(name)
         print(f"{name}: {about['seconds']}", flush=True)
     if done:
-        print(f"\n{results.report(document)}\n\n{options.file}")
+        print(f"\n{results.report(document)}\n\n{options.file}\n{_draw(document, options.file.with_suffix('.svg'))}")
     if skipped:
         print(f"skipped, no time was left of --total {options.total:g}: {', '.join(skipped)}")
     return 1 if not done or any("error" in row for row in document["rows"]) else 0
+
+
+def _draw(document: results.Document, file: Path) -> str:
+    """Draw the chart beside the results; returns where it is, or why there is none."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "no chart: it needs matplotlib (requirements/bench.txt); snapshot_report.py --chart draws it later"
+    chart.draw(document, file)
+    return str(file)
 
 
 @dataclass

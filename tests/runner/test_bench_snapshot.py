@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 import zipfile
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -158,6 +161,22 @@ def test_results_have_the_agreed_form(tmp_path: Path) -> None:
     assert not [row for row in document["rows"] if "error" in row]
     assert "thinker_decode_1" in results.table(document)
     assert "thinker_decode 256 / 1" in results.targets_table(document)
+
+
+@pytest.mark.parametrize("has_matplotlib", [True, False])
+def test_the_chart_is_drawn_beside_the_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_matplotlib: bool
+) -> None:
+    drawn: list[Path] = []
+    monkeypatch.setattr(snapshot.chart, "draw", lambda document, file: drawn.append(file))
+    found = ModuleType("matplotlib")
+    found.__spec__ = ModuleSpec("matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", found if has_matplotlib else None)
+    options = ["--device", "cpu", "--scenarios", "few_leaves", "--providers", "torch_cat", "--seconds", "0.01"]
+    assert snapshot.main([*options, "--calls", "1", "--out", str(tmp_path)]) == 0
+    file = tmp_path / "cpu" / "snapshot.svg"
+    assert drawn == [file] * has_matplotlib
+    assert capsys.readouterr().out.splitlines()[-1].startswith(str(file) if has_matplotlib else "no chart: it needs")
 
 
 class _Noting(TorchCat):
