@@ -1,11 +1,10 @@
-"""``omni-runner doctor`` says what is installed here, and whether the drop-in would be active.
+"""``omni-runner doctor`` reports what is installed here, and whether the drop-in would be active.
 
-Exit status 0: it would be. 1: it would not, and the last line says why. 2: wrong usage. Needs neither a GPU
-nor a model.
+Exit status: 0 active; 1 not active, and the last line says why; 2 wrong usage. Needs neither a GPU nor a model.
 
-What can't be told here (whether a stage of an unknown pipeline is an AR stage, whether a model opts in) is no
-reason against: the status is 0, and the report names the condition. A pipeline can be unknown because the engine
-computes its stages, and its deployments are as good as others.
+Conditions that cannot be checked here (whether a stage of an unknown pipeline is an AR stage, whether a model opts
+in) do not count against the drop-in: the status is 0, and the report names the condition. A pipeline is also
+unknown if the engine computes its stages, and its deployments are as valid as others.
 """
 
 from __future__ import annotations
@@ -52,24 +51,24 @@ class Switch:
 
 @dataclass(slots=True)
 class Report:
-    """Everything that doctor finds out.
+    """Everything that ``doctor`` has found.
 
     Attributes
     ----------
     versions, machine, environment : dict
-        What to print under these heads.
+        What to print under the headings of these names.
     switch : Switch
-        The variable, and the entry point that reads it.
+        State of ``OMNI_RUNNER`` and of the entry point that reads it.
     names : list of (str, str or None)
-        Each name of the engine that is built on, and what is wrong with it.
+        Each engine name that this package builds on, and what is wrong with it.
     deploy : str
-        The deployment that was asked about; empty if none was.
+        The deployment given by ``--deploy``; empty if none was.
     stages : list of StageVerdict
-        Its stages.
+        Stages of that deployment.
     problems : list of str
-        What stands in the way of the drop-in wherever it is asked for.
+        What prevents the drop-in wherever it is requested.
     warnings : list of str
-        What does not.
+        Findings that do not prevent it.
     """
 
     versions: dict[str, str] = field(default_factory=dict)
@@ -84,14 +83,14 @@ class Report:
 
     @property
     def active(self) -> bool:
-        """Whether the drop-in would be active: in some stage of the deployment, if there is one."""
+        """Whether the drop-in would be active; for a given deployment, in at least one of its stages."""
         if self.problems:
             return False
         return any(stage.packed for stage in self.stages) if self.deploy else self.switch.on
 
     @property
     def verdict(self) -> str:
-        """One line that says whether it would be active, and if not, why."""
+        """One line that says whether the drop-in would be active, and if not, why."""
         if self.problems:
             return f"not active: {'; '.join(self.problems)}"
         if self.deploy:
@@ -108,7 +107,7 @@ class Report:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="omni-runner doctor",
         description="What is installed here, and would the drop-in be active? Needs neither a GPU nor a model.",
@@ -121,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
-        # The engine logs to standard output from its first import on.
+        # The engine logs to standard output as soon as it is imported.
         with contextlib.redirect_stdout(sys.stderr):
             report = examine(args.deploy, args.pipeline)
     except SettingsError as error:
@@ -132,12 +131,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def examine(deploy: Path | None = None, pipeline: str | None = None) -> Report:
-    """Find everything out.
+    """Run all checks.
 
     Raises
     ------
     SettingsError
-        The deploy YAML is not there or can't be read, or there is no such pipeline.
+        The deploy YAML is missing or cannot be read, or there is no such pipeline.
     """
     if deploy is not None and not deploy.is_file():
         raise SettingsError(f"{deploy} is a folder" if deploy.is_dir() else f"there is no file {deploy}")
@@ -150,7 +149,7 @@ def examine(deploy: Path | None = None, pipeline: str | None = None) -> Report:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what plays a part."""
+    """Return the versions of Python and of the relevant packages."""
     found = {"python": host.python_version()}
     for name in _DISTRIBUTIONS:
         found[name] = "not installed"
@@ -167,8 +166,8 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, str]:
-    """What there is of a GPU, and whether memory can be pinned."""
-    import torch  # noqa: PLC0415  takes a second
+    """Return which GPUs are present, and whether memory can be pinned."""
+    import torch  # noqa: PLC0415  takes a second to import
 
     if not torch.cuda.is_available():
         return {"gpu": "none", "pinned memory": "needs a GPU"}
@@ -186,14 +185,14 @@ def machine() -> dict[str, str]:
 
 
 def examine_switch(enabled: bool, allowed_plugins: str | None) -> Switch:
-    """Say whether ``OMNI_RUNNER`` reaches the engine: vLLM has to find the entry point, and be allowed to load it.
+    """Determine whether ``OMNI_RUNNER`` takes effect: vLLM must find the entry point and be allowed to load it.
 
     Parameters
     ----------
     enabled : bool
         Whether the variable asks for the drop-in.
     allowed_plugins : str or None
-        ``VLLM_PLUGINS``: vLLM loads only these if it is set.
+        ``VLLM_PLUGINS``; if it is set, vLLM loads only the plugins that it lists.
     """
     if not enabled:
         return Switch(False, "OMNI_RUNNER is not set to 1")
@@ -233,20 +232,20 @@ def _examine_environment(report: Report) -> None:
 
 
 def _tuned_problem(path: str) -> str:
-    """Why the packer would leave a tuned file aside, whatever the GPU; "" if it would not."""
+    """Return why the packer would ignore a tuned file on every GPU; "" if it would not."""
     from spanpack._tuned_file import read_tuned  # noqa: PLC0415  imports torch
 
     try:
         read_tuned(Path(path).expanduser())
     except OSError as error:
         return error.strerror or _one_line(error)
-    except (RuntimeError, ValueError) as error:  # RuntimeError: a ~ that stands for nobody's home
+    except (RuntimeError, ValueError) as error:  # RuntimeError: no home directory for a ~
         return _one_line(error)
     return ""
 
 
 def _examine_engine(report: Report, deploy: Path | None, pipeline: str | None) -> None:
-    """Look the engine's names up and, if there is an engine, judge the deployment."""
+    """Check the engine's names and, if an engine is installed, judge the deployment."""
     try:
         import vllm_omni  # noqa: PLC0415
         from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner  # noqa: PLC0415
@@ -259,7 +258,7 @@ def _examine_engine(report: Report, deploy: Path | None, pipeline: str | None) -
     if not compat.is_known_version(str(vllm_omni.__version__)):
         report.warnings.append(f"not tried with vllm-omni {vllm_omni.__version__}")
     refusal = _refusal()
-    if refusal and not any(problem in refusal for problem in report.problems):  # as unreadable settings are
+    if refusal and not any(problem in refusal for problem in report.problems):  # invalid settings are listed already
         report.problems.append(refusal)
     platform = platform_name(current_platform())
     report.machine["platform"] = platform
@@ -271,13 +270,13 @@ def _examine_engine(report: Report, deploy: Path | None, pipeline: str | None) -
 
 
 def _refusal() -> str:
-    """Why the worker would run the engine's own runner, "" if it would run ours: ask it."""
+    """Ask the worker why it would run the engine's own runner; "" if it would run ours."""
     logger = logging.getLogger("vllm.omni_runner.worker")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # its warning is in the report
+    logger.setLevel(logging.ERROR)  # the report includes its warning
     try:
         return str(packed_worker_cls()._omni_runner_refusal)
-    except Exception as error:  # noqa: BLE001  strict mode, or no such worker: a finding
+    except Exception as error:  # noqa: BLE001  strict mode or a missing worker is a finding
         return _one_line(error)
     finally:
         logger.setLevel(level)
@@ -294,7 +293,7 @@ def _examine_deployment(report: Report, path: Path, wanted: str | None, runner_c
     try:
         deploy = resolve_deploy_yaml(path)
         check_form(deploy)
-        load_deploy_config(path)  # for what the engine itself objects to
+        load_deploy_config(path)  # for the engine's own checks
     except SettingsError as error:
         raise SettingsError(f"{path}: {error}") from error
     except Exception as error:
@@ -335,7 +334,7 @@ def _package_folder(name: str) -> Path:
 
 
 def _yaml_problem(error: Exception) -> str:
-    """What the engine says of a YAML, with the line if it is the syntax."""
+    """Return the engine's error about a YAML, with the line number if it is a syntax error."""
     mark = getattr(error, "problem_mark", None)
     if mark is not None:
         place = f"line {mark.line + 1} of {Path(str(mark.name)).name}"
@@ -350,14 +349,14 @@ def _one_line(error: Exception) -> str:
 
 
 def as_json(report: Report) -> str:
-    """The report as one JSON object."""
+    """Return the report as one JSON object."""
     content = dataclasses.asdict(report)
     content["names"] = [{"name": name, "problem": problem} for name, problem in report.names]
     return json.dumps({**content, "active": report.active, "verdict": report.verdict}, indent=2)
 
 
 def as_text(report: Report, *, verbose: bool = False) -> str:
-    """The report for people; `verbose` lists every name of the engine."""
+    """Return the report as text; `verbose` lists every engine name that is built on."""
     lines = ["versions", *_pairs(report.versions), "machine", *_pairs(report.machine), "switch"]
     lines += [*_pairs(report.environment), f"  {report.switch.detail}"]
     if report.names:
@@ -382,7 +381,7 @@ def _pairs(entries: Mapping[str, str]) -> list[str]:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as aligned lines."""
+    """Format rows of cells as aligned lines."""
     if not rows:
         return []
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -1,7 +1,7 @@
 """Which stages take the packed path, and why the others don't.
 
-The engine decides at every step whether it makes its output asynchronously; this module says the same in
-words, for the one line that each stage logs at start and for ``omni-runner doctor``.
+The engine decides at every step whether it makes its output asynchronously; this module expresses the same
+conditions as text, for the one line that each stage logs at start and for ``omni-runner doctor``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-#: Platforms whose AR workers this package derives from. Others have workers of their own, or (MUSA) are
-#: untried. "unspecified" is a machine without an accelerator.
+#: Platforms whose AR workers this package subclasses. Others have workers of their own, or are untested (MUSA).
+#: "unspecified" is a machine without an accelerator.
 SUPPORTED_PLATFORMS = ("cuda", "rocm", "unspecified")
 
 _CHECK = "_should_use_async_omni_output"
@@ -19,7 +19,7 @@ _CHECK = "_should_use_async_omni_output"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFacts:
-    """What decides about the path of one stage. None: not known (before a model is loaded, say).
+    """The facts that decide which path one stage takes; None means unknown, e.g. before a model is loaded.
 
     Attributes
     ----------
@@ -29,7 +29,7 @@ class StageFacts:
     v2_runner : bool
         The stage runs on Model Runner V2, which has an output path of its own.
     last_pipeline_rank : bool
-        This rank samples. The other ranks of a pipeline make no output.
+        This rank samples; the other ranks of a pipeline produce no output.
     async_scheduling : bool
         The engine schedules the next step before this one's output is read.
     speculative_decoding : bool
@@ -37,8 +37,8 @@ class StageFacts:
     prefix_cache : bool
         The runner keeps payloads for the engine's prefix cache.
     prefix_cache_excludes_async : bool
-        The installed version keeps prefix caching and asynchronous output apart (0.24 to 0.28 do, 0.30 does
-        not).
+        The installed version does not combine prefix caching with asynchronous output (0.24 to 0.28 do not, 0.30
+        does).
     async_chunk : bool
         The stage sends its payloads chunk by chunk.
     routed_experts : bool
@@ -65,11 +65,11 @@ class StageFacts:
     eager_postprocess: bool | None = None
 
     def unknown(self) -> tuple[str, ...]:
-        """Names of the facts that are not known."""
+        """Return the names of the unknown facts."""
         return tuple(field.name for field in fields(self) if getattr(self, field.name) is None)
 
 
-# Comparisons with `is`: what is not known is no reason.
+# The rules compare with `is`, so that an unknown fact is no reason.
 _RULES: tuple[tuple[Callable[[StageFacts], bool], str], ...] = (
     (
         lambda facts: facts.platform is not None and facts.platform not in SUPPORTED_PLATFORMS,
@@ -100,18 +100,18 @@ _RULES: tuple[tuple[Callable[[StageFacts], bool], str], ...] = (
 
 
 def reasons_against(facts: StageFacts) -> tuple[str, ...]:
-    """Why a stage stays on the engine's own path; empty if it takes the packed one."""
+    """Return why a stage stays on the engine's own path; empty if it takes the packed one."""
     return tuple(text.format(facts=facts) for applies, text in _RULES if applies(facts))
 
 
 def describe(stage: str, reasons: tuple[str, ...]) -> str:
-    """The line that a stage logs at start."""
+    """Return the line that a stage logs at start."""
     path = f"the engine's own output path: {'; '.join(reasons)}" if reasons else "packed asynchronous output"
     return f"omni_runner: {stage}: {path}"
 
 
 def prefix_cache_excludes_async(runner_cls: type[Any]) -> bool:
-    """Whether this version of the engine refuses asynchronous output beside its prefix cache."""
+    """Return whether this version of the engine does not combine asynchronous output with its prefix cache."""
     checks = [vars(cls)[_CHECK] for cls in runner_cls.__mro__ if _CHECK in vars(cls)]
     return any("omni_prefix_cache" in check.__code__.co_names for check in checks)
 
@@ -126,11 +126,11 @@ def runner_facts(runner: Any, *, platform: str, last_pipeline_rank: bool) -> Sta
     platform : str
         See :class:`StageFacts`.
     last_pipeline_rank : bool
-        Likewise.
+        See :class:`StageFacts`.
     """
 
-    # A model states only the flags that it needs, and a plain vLLM model config has none of the Omni
-    # fields: absent means no, here as in the engine.
+    # A model defines only the flags that it needs, and a plain vLLM model config has none of the Omni
+    # fields: an absent flag means False, here as in the engine.
     def model_flag(name: str) -> bool:
         return bool(getattr(runner.model, name, False))
 

@@ -5,12 +5,12 @@
     OmniRunnerError
     ├── UpstreamMissing      vllm-omni (or vLLM) is not installed      also an ImportError
     ├── UpstreamMismatch     a name this package builds on is gone or has changed
-    ├── SettingsError        a setting has a value that means nothing  also a ValueError
-    ├── StageRefused         a stage can't have the packed runner
+    ├── SettingsError        a setting has an invalid value            also a ValueError
+    ├── StageRefused         a stage cannot use the packed runner
     ├── TraceError           a trace cannot be read or written          also a ValueError
     └── BuilderThreadClosed  work was handed to a builder thread that no longer runs
 
-What a model, the engine or the packer raises passes through unchanged.
+Exceptions of a model, the engine or the packer pass through unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class OmniRunnerError(Exception):
-    """Root of the tree."""
+    """Base class of all exceptions of this package."""
 
 
 class UpstreamMissing(OmniRunnerError, ImportError):
@@ -49,13 +49,13 @@ class UpstreamMismatch(OmniRunnerError):
 
 
 class SettingsError(OmniRunnerError, ValueError):
-    """A setting cannot be understood; the message names it, its value and what is allowed."""
+    """A setting is invalid; the message names it, its value and what is allowed."""
 
 
 class StageRefused(OmniRunnerError):
-    """A stage can't have the packed runner; the message says why.
+    """A stage cannot use the packed runner; the message says why.
 
-    It reaches the user only for a generation stage and in strict mode: then the stage does not start.
+    It reaches the user only for a generation stage or in strict mode; the stage then does not start.
     """
 
 
@@ -64,4 +64,4 @@ class TraceError(OmniRunnerError, ValueError):
 
 
 class BuilderThreadClosed(OmniRunnerError):
-    """Work was submitted to a builder thread after `close()`, or in a process forked after it was made."""
+    """Work was submitted to a builder thread after `close()`, or in a process forked after the thread was created."""

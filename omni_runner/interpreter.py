@@ -1,16 +1,17 @@
 """Settings of the Python interpreter while a packed stage runs in this process.
 
-Two of Python's defaults cost an engine that has a busy sender thread beside it whole steps:
+If a busy sender thread runs in the engine's process, two of Python's defaults cost the engine whole steps:
 
-* A full garbage collection walks through everything that waits for the sender, 50 to 150 ms at a time. What the stage
-  makes is kept out of it (see `untrack`); what the engine itself queues for each payload (0.30: a copy of the request
-  and of its token lists) can't be. Full collections come a hundredth as often, then. Those of the middle generation,
-  4 ms at a time, come two and a half times as often and find as much less to do. The youngest stay as they are.
-* A thread that wants the interpreter lock while another runs Python code waits 5 ms before it asks for it, and every
-  call of torch gives the lock away.
+* A full garbage collection traverses all objects that wait for the sender, which takes 50 to 150 ms each time. The
+  stage's payloads are excluded from it (see `untrack`); the objects that the engine itself queues for each payload
+  (0.30: a copy of the request and of its token lists) cannot be. Full collections are therefore made a hundred times
+  rarer. Those of the middle generation, 4 ms each, are made two and a half times as frequent, and each has that much
+  less to do. The threshold of the youngest generation is unchanged.
+* A thread that needs the interpreter lock (GIL) while another runs Python code waits 5 ms before it requests the lock,
+  and every torch call releases it.
 
-Both are settings of the whole process, so they are changed only where nobody has chosen values, and put back when the
-last stage is closed.
+Both are settings of the whole process, so each is changed only if it has Python's default, and restored when the last
+stage is closed.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from collections.abc import Callable
 
 logger = logging.getLogger("vllm.omni_runner")
 
-PYTHONS_THRESHOLDS = ((700, 10, 10), (2000, 10, 10))  # up to 3.12, and 3.13; later ones have no oldest generation
-OLDER_THRESHOLDS = 4, 2500  # ours, of the middle and the oldest generation
+PYTHONS_THRESHOLDS = ((700, 10, 10), (2000, 10, 10))  # up to 3.12, and 3.13; later versions have no oldest generation
+OLDER_THRESHOLDS = 4, 2500  # our thresholds of the middle and the oldest generation
 PYTHONS_SWITCH_INTERVAL_S = 0.005
-# Ours. A Thinker of 64 requests beside its sender (0.30, H200) made 4,300 tokens/s with 5 ms, 4,680 with
-# 1 ms, 4,750 with 0.2 ms, and 3,860 with 0.05 ms, where threads do little but take turns; this is far from it.
+# Our interval. A Thinker with 64 requests and its sender thread (0.30, H200) made 4,300 tokens/s with 5 ms, 4,680 with
+# 1 ms, 4,750 with 0.2 ms, and 3,860 with 0.05 ms, where threads mostly switch; 0.5 ms is far from that.
 SWITCH_INTERVAL_S = 0.0005
 
-_lock = threading.RLock()  # garbage collection can bring a stage's end onto a thread that is in here
-_stages: dict[int, weakref.finalize[..., object]] = {}  # id of a stage -> what ends its tuning when it is collected
-_put_back: list[Callable[[], None]] = []  # what was changed, for the last of them
+_lock = threading.RLock()  # reentrant: garbage collection can finalize a stage on a thread that holds it
+_stages: dict[int, weakref.finalize[..., object]] = {}  # id of a stage -> finalizer that ends its tuning
+_put_back: list[Callable[[], None]] = []  # functions that undo the changes when the last stage ends
 
 
 def tune(stage: object) -> None:
-    """Change the settings for `stage`, until `restore` or its end; harmless when repeated."""
+    """Change the settings until `restore(stage)` or the end of `stage`; harmless when repeated."""
     key, changed = id(stage), False
     with _lock:
         if key not in _stages:
@@ -54,7 +55,7 @@ def tune(stage: object) -> None:
 
 
 def restore(stage: object) -> None:
-    """Put them back, unless another stage is left that wants them. Harmless when repeated, or without `tune`."""
+    """Restore the settings unless another stage still uses them; harmless when repeated, or without `tune`."""
     _leave(id(stage))
 
 
@@ -67,7 +68,7 @@ def _leave(key: int) -> None:
 
 
 def _change() -> bool:
-    """Change what is at Python's defaults; whether anything was."""
+    """Change the settings that have Python's defaults; return whether any was changed."""
     thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
     if thresholds in PYTHONS_THRESHOLDS:
         ours = (thresholds[0], *OLDER_THRESHOLDS)
@@ -82,8 +83,8 @@ def _change() -> bool:
 
 
 def _after_fork() -> None:
-    """A child has no thread that could let go of a lock that was held when it was made."""
-    global _lock  # noqa: PLW0603  made anew
+    """Replace the lock: if it was held at the fork, the child has no thread that could release it."""
+    global _lock  # noqa: PLW0603  replaced
     _lock = threading.RLock()
 
 

@@ -1,11 +1,11 @@
-"""From a payload's structure to packed columns: what each key becomes, decided once per key.
+"""Lower a payload's structure to packed columns, deciding once per key how the key is packed.
 
-The engine routes a payload request by request. Here the same rules are applied key by key to a tree that holds
-placeholders instead of tensors and values, so that the outcome serves every later step that looks alike. Shapes that
-the rules below leave out raise `NotCovered`; the engine's own builder then decides.
+The engine routes a payload request by request. This module applies the same rules key by key to a tree that holds
+placeholders instead of tensors and values, so that the result serves every later step of the same structure. Shapes
+that these rules do not cover raise `NotCovered`; the engine's own builder then handles the step.
 
-A prefill looks like no step before it, but its payload has the same keys, dtypes and widths as the last one's. What
-follows from those alone is kept, and only what follows from numbers of rows is worked out again.
+A prefill step differs from all earlier steps, but its payload has the same keys, dtypes and widths as the last one's.
+What depends only on those is cached, and only what depends on row counts is computed again.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from spanpack.tree import TreeSpec
 if TYPE_CHECKING:
     from omni_runner.compat import Upstream
 
-HIDDEN_KEY = "hidden"  # under which the engine puts a stage's own hidden rows
+HIDDEN_KEY = "hidden"  # the key under which the engine puts a stage's own hidden rows
 
-# Keys share a column up to this size. Beyond it one more torch call hardly counts, while whoever pickles a tensor
-# together with its storage, which is torch's default, drags the whole column along.
+# Keys share a column up to this size. Above it one more torch call hardly matters, while pickling a tensor with its
+# storage, which is torch's default, includes the whole column.
 SHARED_COLUMN_BYTES = 1 << 20
 
-# Largest payload that takes its step's tokens along: 0.3 ms over a PCIe 5 link.
+# Largest payload that is packed together with its step's sampled tokens: 0.3 ms over a PCIe 5 link.
 WITH_TOKENS_BYTES = 1 << 24
-# The same where the next step's sampling waits for them: 5 us.
+# The limit if the next step's sampling waits for the tokens: 5 us.
 WITH_AWAITED_TOKENS_BYTES = 1 << 18
 
 _GATHERED = (Route.KERNEL, Route.STAGED)
-_TABLES = 4  # sets of dtypes, widths, strides and devices that are kept for one structure
+_TABLES = 4  # sets of dtypes, widths, strides and devices that are cached for one structure
 
 
 @dataclass(frozen=True, slots=True)
 class LeafRef:
-    """Stands for a tensor; `index` counts in walking order."""
+    """Placeholder for a tensor; `index` is its position in traversal order."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class ValueRef:
-    """Stands for a plain value, which may differ from step to step."""
+    """Placeholder for a plain value, which may differ from step to step."""
 
     index: int
 
@@ -63,16 +63,16 @@ Template: TypeAlias = Any  # LeafRef, ValueRef, or a dict, list or tuple of temp
 
 
 class PackedPieces(NamedTuple):
-    """Tensors of one key among the pieces of a packed column.
+    """The pieces of a packed column that are the tensors of one key.
 
     Attributes
     ----------
     column
-        Index of the column in the plan; keys whose tensors are alike share one.
+        Index of the column in the plan; keys with tensors of the same kind share columns.
     first, end
-        Which of its pieces.
+        Range of the column's pieces.
     owners
-        Which consumer, counted among the step's consumers, gets which piece; None if each gets its own, in order.
+        For each piece, its consumer's index among the step's consumers; None if the pieces are one each, in order.
     """
 
     column: int
@@ -83,24 +83,24 @@ class PackedPieces(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlainElements:
-    """Per-request plain values of one key: for each owner, counted among the consumers, a template without tensors."""
+    """Per-request plain values of one key: a template without tensors for each owner (index among the consumers)."""
 
     owners: tuple[int, ...]
     templates: tuple[Template, ...]
 
 
 class KeyRecipe(NamedTuple):
-    """How one flat key of the payload is made for all consumers.
+    """How one flat key of the payload is built for all consumers.
 
     Attributes
     ----------
     key
-        As in the per-request payloads.
+        Name of the key in the per-request payloads.
     pieces
-        Where its tensors are.
+        Where the key's tensors are.
     plain
-        Plain values: one template whose value is shared or, if it turns out to be a list, dealt out by element;
-        `PlainElements` for a list that is not plain as a whole; None where all is tensors.
+        Plain values: one `ValueRef`, whose value is shared by all consumers or, if it is a list, split by element;
+        `PlainElements` for a tuple or a list that is not entirely plain; None if the key holds only tensors.
     """
 
     key: str
@@ -117,9 +117,9 @@ class Lowering:
     recipes
         One per key, in the order of the per-request payloads.
     plan
-        None where no tensor has to be packed.
+        None if no tensor has to be packed.
     tokens
-        Index of the column with the step's sampled tokens, always the last; None where they are not packed.
+        Index of the column with the step's sampled tokens, always the last; None if they are not packed.
     """
 
     recipes: tuple[KeyRecipe, ...]
@@ -128,24 +128,24 @@ class Lowering:
 
     @property
     def payload_columns(self) -> int:
-        """How many of the plan's columns the payload is made of."""
+        """Number of the plan's columns that belong to the payload."""
         if self.plan is None:
             return 0
         return len(self.plan.columns) - (self.tokens is not None)
 
 
 def with_tokens_bytes(*, awaited: bool) -> int:
-    """Size of the largest payload that takes tokens along."""
+    """Return the size of the largest payload that is packed together with sampled tokens."""
     return WITH_AWAITED_TOKENS_BYTES if awaited else WITH_TOKENS_BYTES
 
 
 def make_template(spec: TreeSpec, num_leaves: int, num_values: int) -> Template:
-    """The tree of a spec with placeholders where its tensors and plain values were.
+    """Build the tree of a spec with placeholders in place of its tensors and plain values.
 
     Raises
     ------
     NotCovered
-        The tree has containers other than dict, list and tuple; the engine leaves those as they are.
+        The tree has containers other than dict, list and tuple, which the engine leaves unchanged.
     """
     for token in spec:
         if type(token) is tuple and (token[0] not in (dict, list, tuple) or len(token) > 2):
@@ -154,16 +154,16 @@ def make_template(spec: TreeSpec, num_leaves: int, num_values: int) -> Template:
 
 
 class Lowerer:
-    """Decides what each key of a payload becomes, and remembers what does not depend on numbers of rows.
+    """Decides how each key of a payload is packed, and caches what does not depend on row counts.
 
-    Not safe to use from several threads.
+    Not thread-safe.
 
     Parameters
     ----------
     upstream
         The resolved engine names.
     capacity
-        How many structures to remember.
+        How many structures to cache.
     """
 
     def __init__(self, upstream: Upstream, capacity: int = 64) -> None:
@@ -182,7 +182,7 @@ class Lowerer:
         has_tokens: bool = False,
         tokens_awaited: bool = False,
     ) -> Lowering | None:
-        """Decide what each key of a payload becomes.
+        """Decide how each key of a payload is packed.
 
         Parameters
         ----------
@@ -191,24 +191,24 @@ class Lowerer:
         spec, num_values
             The payload's structure, from `flatten`, and how many plain values it has.
         leaves
-            Its tensors, then those below.
+            The payload's tensors, then the hidden rows and the sampled tokens, if there are any.
         has_hidden
-            Whether the stage's own hidden rows are among them; some models leave them out of their payloads.
+            Whether `leaves` has the stage's own hidden rows; some models omit them from their payloads.
         has_tokens
-            Whether the step's sampled tokens are, behind all others.
+            Whether the last of `leaves` is the step's sampled tokens.
         tokens_awaited
-            Whether more than the step's output waits for them.
+            Whether anything besides the step's output waits for the tokens.
 
         Returns
         -------
         Lowering or None
-            None if the tokens should not join the pack: nothing else is gathered on their device, the payload is too
+            None if the tokens should not be packed along: nothing else is gathered on their device, the payload is too
             large, or the kernel would need a table on the device because of them.
 
         Raises
         ------
         NotCovered
-            With the reason, for a payload that columns can't express.
+            Columns cannot express the payload; the message gives the reason.
         """
         structure = self._structure(spec, num_values, len(leaves), has_hidden, has_tokens)
         looks = structure.tables.look(leaves)
@@ -233,7 +233,7 @@ class Lowerer:
 
 
 class _Key(NamedTuple):
-    """A flat key, what it holds, and the leaves of a list that holds nothing else: the first, and how many."""
+    """A flat key, its node and, for a list that holds only tensors, its first leaf and their number."""
 
     name: str
     node: Template
@@ -241,18 +241,18 @@ class _Key(NamedTuple):
 
 
 class _Structure(NamedTuple):
-    """What follows from a payload's containers and keys.
+    """What depends only on a payload's containers and keys.
 
     Attributes
     ----------
     keys
         In the order of the per-request payloads, without those of the sparse protocol.
     hidden
-        The leaf that is the stage's own hidden rows, or None.
+        Index of the leaf with the stage's own hidden rows, or None.
     tokens
-        The leaf that is the step's sampled tokens, or None.
+        Index of the leaf with the step's sampled tokens, or None.
     tables
-        What leaves in these places have looked like.
+        Cached dtypes, widths, strides and devices of the leaves.
     """
 
     keys: tuple[_Key, ...]
@@ -271,7 +271,7 @@ def _structure_of(upstream: Upstream, template: Template, hidden: int | None, to
 
 def _leaf_list(node: Template) -> tuple[int, int] | None:
     if isinstance(node, list) and node and all(isinstance(item, LeafRef) for item in node):
-        return node[0].index, len(node)  # a list is walked in one go, so its leaves are numbered in a row
+        return node[0].index, len(node)  # the leaves of a list are traversed together, so their indices are consecutive
     return None
 
 
@@ -280,7 +280,7 @@ class _StepLowerer:
         self.step = step
         self.structure = structure
         self.looks = looks
-        self.most_bytes = most_bytes  # of a payload that takes tokens along
+        self.most_bytes = most_bytes  # of a payload that is packed together with tokens
         self.columns = StepColumns(looks.table, SHARED_COLUMN_BYTES)
         self.spans: dict[int | None, Pieces] = {}
 
@@ -295,7 +295,7 @@ class _StepLowerer:
         return Lowering(recipes, plan_columns(self.looks, columns) if columns else None, tokens)
 
     def _suits_tokens(self, leaf: int) -> bool:
-        """Whether the sampled tokens are gathered like the payload, and without it costing more."""
+        """Return whether the sampled tokens can be gathered with the payload without making the pack more expensive."""
         kinds, routes = self.looks.table.kinds, self.looks.table.routes
         if routes[leaf] is not Route.KERNEL or kinds[leaf].scalar or self.columns.nbytes > self.most_bytes:
             return False
@@ -311,7 +311,7 @@ class _StepLowerer:
         if hidden is not None:
             hidden_rows = self._rows_of(hidden, HIDDEN_KEY)
             if not step.is_sparse:
-                # With every request consuming, the engine cuts the padding off first; otherwise it does not.
+                # If every request is a consumer, the engine cuts the padding off first; otherwise it does not.
                 limit = min(step.scheduled_tokens, hidden_rows) if step.everyone_consumes else hidden_rows
                 yield KeyRecipe(HIDDEN_KEY, (self._per_token(hidden, limit),))
         for key in self.structure.keys:
@@ -336,7 +336,7 @@ class _StepLowerer:
         raise NotCovered(f"key {name!r} holds a {type(node).__name__}")
 
     def _per_token(self, leaf: int, row_limit: int) -> PackedPieces:
-        """Each consumer's span, cut at the end of the rows as a Python slice is."""
+        """Add each consumer's span, clipped at the end of the rows as a Python slice is."""
         spans = self._consumer_spans(None)
         if spans.facts.smallest < 0 or spans.facts.end > row_limit:
             spans = self._consumer_spans(row_limit)
@@ -357,14 +357,14 @@ class _StepLowerer:
         return found
 
     def _copies(self, leaf: int) -> PackedPieces:
-        """The whole leaf once per consumer, because a consumer may change its payload in place."""
+        """Add the whole leaf once per consumer, because a consumer may change its payload in place."""
         copies = whole_copies(self.looks.row_counts[leaf], len(self.step.consumers))
         return PackedPieces(*self.columns.add(leaf, copies), None)
 
     def _leaf_list(self, key: str, first: int, count: int) -> KeyRecipe:
-        """A list of nothing but tensors."""
+        """Lower a list that holds only tensors."""
         if count == 1 and not self.step.is_sparse:
-            # What all requests get usually comes this way: no need to look at every request's element.
+            # Tensors for all requests usually come as a list of one: no need to look up every request's element.
             self._check_packable(first, key)
             return KeyRecipe(key, (self._copies(first),))
         step, kinds = self.step, self.looks.table.kinds
@@ -398,7 +398,7 @@ class _StepLowerer:
         return KeyRecipe(key, pieces, PlainElements(tuple(plain_owners), tuple(plain)) if plain else None)
 
     def _stack(self, leaves: Sequence[int], owners: tuple[int, ...] | None = None) -> PackedPieces:
-        """Several leaves of one kind, each whole."""
+        """Add several leaves of one kind, each of them whole."""
         rows = tuple(map(self.looks.row_counts.__getitem__, leaves))
         return PackedPieces(*self.columns.add(leaves[0], whole_leaves(tuple(leaves), rows)), owners)
 
@@ -414,9 +414,9 @@ class _StepLowerer:
 
 
 def pick_elements(key: str, elements: Sequence[Any], step: StepContext) -> list[Any]:
-    """Each consumer's element of a per-request list.
+    """Return each consumer's element of a per-request list.
 
-    A list that is too short gives its first element, as the engine has it, except under sparse routing.
+    If the list is too short for a consumer, it gets the first element, as in the engine, except under sparse routing.
 
     Raises
     ------
@@ -432,7 +432,7 @@ def pick_elements(key: str, elements: Sequence[Any], step: StepContext) -> list[
 
 
 def fill_template(template: Template, values: Sequence[Any]) -> Any:
-    """A template without tensors, with this step's values in it."""
+    """Fill a template without tensors with this step's values."""
     if isinstance(template, ValueRef):
         return values[template.index]
     if isinstance(template, dict):

@@ -1,4 +1,4 @@
-"""One runner's packed path: what it keeps between steps, how a step is packed, how its output is built."""
+"""One runner's packed path: its state between steps, how a step is packed, and how its output is built."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ NO_METADATA = "the step's metadata did not come before its payload"
 FOREIGN_SNAPSHOT = "the engine's snapshot helper has been replaced by something else"
 
 
-# What the engine said about a step just before it asked for the snapshot: the arguments of the eager postprocess hook,
-# which are the very objects that the step's builder gets later, and whether the model's postprocess has run.
+# What the engine passed just before it requested the step's snapshot: the arguments of the eager postprocess hook,
+# which are the same objects that the step's builder gets later, and whether the model's postprocess has run.
 PendingStep: TypeAlias = tuple[Mapping[str, Any], bool]
 
 
 class PackedPath:
-    """State of one runner. Made without touching the device; memory and plans come with the first step.
+    """State of one runner; creating it does not use the device, and the first step creates memory and plans.
 
     Parameters
     ----------
@@ -67,12 +67,12 @@ class PackedPath:
         self._tunes_python = False
 
     def forget_step(self) -> None:
-        """Drop what is known of the step that is over, also where it failed halfway."""
+        """Drop the state of the step that has ended, including one that failed halfway."""
         self.pending = None
         self._sampled_tokens.forget()
 
     def take_pending(self, hidden_states: Tensor, multimodal_outputs: Any) -> PendingStep | None:
-        """Return the metadata of the step that these tensors belong to; it is handed out once."""
+        """Return the metadata of the step that these tensors belong to; the metadata is returned only once."""
         pending, self.pending = self.pending, None
         if pending is None:
             return None
@@ -97,7 +97,7 @@ class PackedPath:
         multimodal_outputs: Any,
         others: Mapping[str, Any],
     ) -> PackedStep | PackedWhole:
-        """Pack a step on the current stream. Whatever it raises, the step's tensors are as they were.
+        """Pack a step on the current stream; if it raises, the step's tensors are unchanged.
 
         Parameters
         ----------
@@ -106,7 +106,7 @@ class PackedPath:
         pending
             The step's metadata.
         hidden_states, multimodal_outputs, others
-            Arguments of the engine's snapshot method; `others` are passed on as they are.
+            Arguments of the engine's snapshot method; `others` are passed on unchanged.
         """
         steps = self._steps or self._open(runner)
         self._steps_seen += 1
@@ -162,7 +162,7 @@ class PackedPath:
         build_stock
             The engine's builder.
         step
-            Its arguments; ``multimodal_outputs`` is the pack.
+            Arguments of that builder; ``multimodal_outputs`` is the pack.
         """
         packed = step["multimodal_outputs"]
         try:
@@ -171,7 +171,7 @@ class PackedPath:
             if isinstance(packed, PackedStep):
                 output = self._build_columns(build_stock, step, packed)
                 if packed.has_tokens:
-                    packed.tokens()  # made before the release, for whoever was promised them
+                    packed.tokens()  # created before the release, for `PromisedTokens`
             else:
                 output = _build_whole(build_stock, step, packed)
             packed.release()
@@ -187,7 +187,7 @@ class PackedPath:
         return self.counters.read(pack, self._sampled_tokens.packed, self._sampled_tokens.copied)
 
     def close(self) -> None:
-        """Finish what is in flight, within a bound, and give the memory back. Harmless when repeated."""
+        """Wait a bounded time for work in flight, then free the memory; harmless when repeated."""
         self._tunes_python = False
         interpreter.restore(self)
         finished = self.builder_thread.close(CLOSE_TIMEOUT_S)
@@ -197,7 +197,7 @@ class PackedPath:
                 self._recorder.close()
             except Exception:
                 logger.warning("omni_runner: the trace could not be written", exc_info=True)
-        # A builder that still waits may wait for a device that has stopped; closing would wait for it as well.
+        # A builder that is still waiting may wait for a hung device; closing the packer would wait for it as well.
         if finished:
             self._sampled_tokens.close()
             if self._packer is not None:
@@ -205,10 +205,10 @@ class PackedPath:
 
     def _build_columns(self, build_stock: Callable[..., Any], step: Mapping[str, Any], packed: PackedStep) -> Any:
         assert self._channels is not None
-        # Channels first: the engine's builder may drain the connector, which cannot be done twice.
+        # Build the channels first: the engine's builder may drain the connector, which cannot be done twice.
         with self.upstream.record_function("omni_runner:build_channels"):
             inter_stage_outputs, multimodal_outputs = self._channels.build(packed)
-        # All that is not payload comes from the engine, asked for a step in which nobody wants one.
+        # The engine builds everything but the payload: it is called as for a step without consumers.
         nobody: dict[str, Any] = {
             "multimodal_outputs": None,
             "req_ids_output_copy": [],
@@ -258,7 +258,7 @@ class PackedPath:
             written = self._recorder.record(
                 cast(Any, step), hidden_states, staged, multimodal_outputs, include_hidden=include_hidden
             )
-        except Exception:  # a trace is never worth a step
+        except Exception:  # a failing trace must not fail a step
             logger.warning("omni_runner: recording the trace failed; no trace is written", exc_info=True)
             self._recorder = None
         else:
@@ -267,7 +267,7 @@ class PackedPath:
 
 
 def _check_covered(runner: Any, postprocessed: bool) -> None:
-    """Raise `NotCovered` for a step whose payload the engine does more with than put it into the output."""
+    """Raise `NotCovered` if the engine does more with the step's payload than put it into the output."""
     if runner.omni_prefix_cache is not None:
         raise NotCovered("prefix caching merges cached payloads")
     if runner._should_accumulate_full_payload_output():
@@ -277,7 +277,7 @@ def _check_covered(runner: Any, postprocessed: bool) -> None:
 
 
 def _build_whole(build_stock: Callable[..., Any], step: Mapping[str, Any], packed: PackedWhole) -> Any:
-    """Give the engine's builder what its own snapshot would have given it."""
+    """Call the engine's builder with what the engine's own snapshot would have given it."""
     payload = packed.payload()
     arguments = {
         **step,
@@ -301,19 +301,19 @@ def _channel_rules(upstream: Upstream, runner: Any, *, untracks: bool) -> Channe
 
 
 def _crosses_processes(runner: Any) -> bool:
-    """Whether the engine runs its workers in processes of their own, and so pickles what they return."""
+    """Return whether the engine runs its workers in separate processes, and therefore pickles their outputs."""
     config = getattr(runner.vllm_config, "parallel_config", None)
     return config is not None and (config.world_size > 1 or config.distributed_executor_backend in ("mp", "ray"))
 
 
 def _give_back_prefix_step(runner: Any, step: Mapping[str, Any]) -> None:
-    """Consume a failed step's place in the prefix cache, unless what failed had consumed it."""
+    """Discard a failed step's entry in the prefix cache, unless it was consumed before the failure."""
     step_id = step.get("prefix_cache_step_id")
     if step_id is None or runner.omni_prefix_cache is None:
         return
     try:
         runner.omni_prefix_cache.discard_step(step_id)
-    except Exception:  # noqa: BLE001  a step consumed twice is refused by the cache
+    except Exception:  # noqa: BLE001  the cache raises for a step that was consumed before
         logger.debug("omni_runner: prefix cache step %s was consumed before its output failed", step_id)
 
 
@@ -326,6 +326,6 @@ def _make_recorder(settings: Settings, runner: Any, upstream: Upstream) -> StepR
         config = runner.model_config
         about = {"stage": config.model_stage, "model": config.model, "vllm_omni": upstream.version, "runner": "v1"}
         return StepRecorder(settings.trace_dir, settings.trace_steps, about, scrub=settings.trace_scrub)
-    except Exception:  # a trace is never worth a step
+    except Exception:  # a failing trace must not fail a step
         logger.warning("omni_runner: no trace can be recorded", exc_info=True)
         return None

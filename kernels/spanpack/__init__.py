@@ -1,8 +1,8 @@
-"""spanpack: many tensors of many requests, one launch, one copy, zero-copy views.
+"""spanpack: pack many tensors of many requests with one launch and one copy, and return zero-copy views.
 
 `Packer.pack` gathers the rows that each request of a batch owns, from all tensors of a payload, into one contiguous
-buffer on the device, brings it to pinned host memory with one copy on a side stream, and hands out views. See
-`Packer`, `Batch` and `Placement`; `make_plan` and `Packer.run` are the layer below, without trees.
+buffer on the device, transfers it to pinned host memory with one copy on a side stream, and returns views. See
+`Packer`, `Batch` and `Placement`; `make_plan` and `Packer.run` are the lower layer, which does not know trees.
 """
 
 from ._version import __version__

@@ -1,6 +1,6 @@
-"""Device code: `@triton.jit` functions and lists of their parameters, no more. launcher.py and gather.py launch them.
+"""Device code only: `@triton.jit` functions and lists of their parameters; launcher.py and gather.py launch them.
 
-Everything is bytes and 64-bit addresses: dtypes play no part, so one launch serves all leaves of a payload.
+The kernels see bytes and 64-bit addresses, no dtypes, so one launch serves all leaves of a payload.
 """
 
 import triton
@@ -20,7 +20,7 @@ def _copy_vectors(source, destination, count, VECTORS: tl.constexpr):
     """Copy `count` vectors of 16 bytes between byte addresses that are multiples of 16; count <= VECTORS."""
     vector = tl.arange(0, VECTORS)[:, None]
     half = tl.arange(0, 2)[None, :]
-    # Said of the pointers: of integers that pointers are made from, the compiler does not remember it.
+    # The hint must be on the pointers: the compiler loses hints on integers that are then cast to pointers.
     read = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
     written = tl.multiple_of(destination.to(tl.pointer_type(tl.int64)), 16)
     value = tl.load(read + (vector * 2 + half), mask=vector < count)
@@ -29,7 +29,7 @@ def _copy_vectors(source, destination, count, VECTORS: tl.constexpr):
 
 @triton.jit
 def _copy_bytes(source, destination, length, TILE_BYTES: tl.constexpr):
-    """Copy bytes one by one, a part of a tile at a time: code for a whole one takes seconds to compile."""
+    """Copy with 1-byte lanes, an eighth of a tile at a time: code for a whole tile takes seconds to compile."""
     LANES: tl.constexpr = TILE_BYTES // 8
     for first in range(0, length, LANES):
         _copy_lanes(source + first, destination + first, tl.minimum(length - first, LANES), LANES, tl.uint8)
@@ -85,7 +85,7 @@ def _copy_row_lanes(
 @triton.jit
 def _copy_rows(source, destination, length, row_bytes, row_stride, TILE_BYTES: tl.constexpr):
     """Copy strided rows with 8-byte, 4-byte or 1-byte lanes, whichever divides every address."""
-    LANES: tl.constexpr = TILE_BYTES // 8  # all of a tile in the widest; the others would take seconds to compile
+    LANES: tl.constexpr = TILE_BYTES // 8  # a whole tile of 8-byte lanes; as many narrower ones take seconds to compile
     alignment = source | destination | row_bytes | row_stride
     if alignment % 8 == 0:
         _copy_row_lanes(source, destination, length, row_bytes, row_stride, LANES, tl.int64, 8)
@@ -97,13 +97,13 @@ def _copy_rows(source, destination, length, row_bytes, row_stride, TILE_BYTES: t
 
 @triton.jit
 def _pick(index, v0, v1, v2, v3, v4, v5, v6, v7):
-    """One of eight values, without memory to look it up in."""
+    """Select one of eight values by index, without a lookup in memory."""
     low = tl.where(index == 1, v1, tl.where(index == 2, v2, tl.where(index == 3, v3, v0)))
     high = tl.where(index == 5, v5, tl.where(index == 6, v6, tl.where(index == 7, v7, v4)))
     return tl.where(index < 4, low, high)
 
 
-# Eight of each: first bytes of leaves or runs, lengths, destinations, ends.
+# Names of eight parameters each: addresses of leaves or runs, lengths, destinations, ends.
 _A, _N, _D, _E = ([f"{letter}{index}" for index in range(8)] for letter in "ande")
 
 
@@ -111,11 +111,11 @@ _A, _N, _D, _E = ([f"{letter}{index}" for index in range(8)] for letter in "ande
 @triton.jit(do_not_specialize=_A)
 def gather_tiles(
     slab,  # [slab_bytes] uint8, aligned to 16: device memory, or pinned host memory mapped into the device
-    a0, a1, a2, a3, a4, a5, a6, a7,  # first byte of each leaf if PASSED
+    a0, a1, a2, a3, a4, a5, a6, a7,  # address of each leaf's first byte; used only if PASSED
     tiles,  # [num_tiles, 6] int64: leaf, source byte, destination byte, length, row bytes, row stride
-    addresses,  # [num_leaves] int64: first byte of each leaf; not read if PASSED
-    PASSED: tl.constexpr,  # whether addresses are passed rather than stored
-    TILE_BYTES: tl.constexpr,  # longest tile
+    addresses,  # [num_leaves] int64: address of each leaf's first byte; not read if PASSED
+    PASSED: tl.constexpr,  # whether the addresses are in a0 to a7 rather than in `addresses`
+    TILE_BYTES: tl.constexpr,  # length of the longest tile
 ):
     """One program copies one tile from its leaf into the slab."""
     tile = tiles + tl.program_id(0).to(tl.int64) * 6
@@ -133,14 +133,14 @@ def gather_tiles(
 
 @triton.jit(do_not_specialize=[*_A, *_N, *_D, *_E])
 def gather_runs(
-    slab,  # [slab_bytes] uint8, as above
-    a0, a1, a2, a3, a4, a5, a6, a7,  # of each run: first byte of its source
-    n0, n1, n2, n3, n4, n5, n6, n7,  # its length
-    d0, d1, d2, d3, d4, d5, d6, d7,  # where its copies begin in the slab, one behind the other
-    e0, e1, e2, e3, e4, e5, e6, e7,  # tiles of all its copies, and of the runs before it
-    TILE_BYTES: tl.constexpr,  # longest tile
+    slab,  # [slab_bytes] uint8, as in gather_tiles
+    a0, a1, a2, a3, a4, a5, a6, a7,  # address of each run's first source byte
+    n0, n1, n2, n3, n4, n5, n6, n7,  # length of each run in bytes
+    d0, d1, d2, d3, d4, d5, d6, d7,  # slab offset of each run's first copy; its further copies follow contiguously
+    e0, e1, e2, e3, e4, e5, e6, e7,  # tiles of all copies of each run and of the runs before it
+    TILE_BYTES: tl.constexpr,  # length of the longest tile
 ):
-    """One program copies one tile of one copy of a run into the slab. All that it has to know comes with the launch."""
+    """One program copies one tile of one copy of a run into the slab; all descriptors are launch arguments."""
     tile = tl.program_id(0)
     run = (tile >= e0).to(tl.int32) + (tile >= e1) + (tile >= e2) + (tile >= e3)
     run += (tile >= e4).to(tl.int32) + (tile >= e5) + (tile >= e6)

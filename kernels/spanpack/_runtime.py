@@ -1,9 +1,9 @@
-"""What the hot path asks of a device: streams as raw handles, events, copies.
+"""Device operations of the hot path: streams as raw handles, events, copies.
 
-`TorchRuntime` does it with torch's own objects and works wherever torch does. `NativeRuntime` makes the same calls to
-the CUDA or HIP runtime library through `ctypes.PyDLL`: no stream context manager (9 us), and the GIL is kept, because
-none of the calls blocks and, beside busy threads, giving the GIL up and getting it back costs more than the call.
-Tests put a simulated device in their place.
+`TorchRuntime` uses torch's own objects and works wherever torch does. `NativeRuntime` makes the same calls directly to
+the CUDA or HIP runtime library through `ctypes.PyDLL`. This avoids the stream context manager (9 us) and keeps the GIL:
+none of the calls blocks, and when other threads are busy, releasing and reacquiring the GIL costs more than the call.
+Tests replace both with a simulated device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .errors import DeviceError
 from .flight import Flight
 from .prepared import pointer, prepare_function, size
 
-_COPY_PRIORITY = -1  # the higher of the two that torch knows
+_COPY_PRIORITY = -1  # the higher of torch's two stream priorities
 _DEVICE_TO_HOST, _HOST_TO_DEVICE = 2, 1  # cudaMemcpyKind; hipMemcpyKind has the same numbers
 
 
@@ -30,9 +30,9 @@ class TorchRuntime:
     Parameters
     ----------
     device
-        With its index.
+        The device, with its index.
     copy_stream
-        By default a stream of its own.
+        Stream for the copies; by default a new one.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class TorchRuntime:
 
     def __init__(self, device: torch.device, copy_stream: torch.cuda.Stream | None = None) -> None:
         self.device = device
-        # Torch hands out 32 streams of each priority, over and over: of the usual one this might be a producing stream.
+        # Torch reuses 32 streams of each priority; at the default priority this one could also be a producing stream.
         self.copy_stream = copy_stream or torch.cuda.Stream(device, priority=_COPY_PRIORITY)
         self.current_stream: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, device.index)
         self.current_device: Callable[[], int] = torch._C._cuda_getDevice
@@ -59,24 +59,24 @@ class TorchRuntime:
         return torch.cuda.stream(stream)
 
     def make_event(self, *, blocking: bool) -> torch.cuda.Event:
-        """An event that has a handle: torch makes the handle when the event is first recorded, so record it once."""
+        """An event that has a handle: torch makes the handle at the first record, so the event is recorded once here."""
         event = torch.cuda.Event(blocking=blocking)
         event.record(self.copy_stream)
         return event
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised device bytes, not reused after they are freed before the copy stream has read them."""
-        with torch.inference_mode(False):  # or torch would guard it against being written outside of that mode
+        """Uninitialised device bytes; once freed, they are not reused before the copy stream has read them."""
+        with torch.inference_mode(False):  # an inference tensor can't be written outside of that mode
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         buffer.record_stream(self.copy_stream)
         return buffer
 
     def zeros(self, nbytes: int) -> torch.Tensor:
-        """The same, filled with zeros in the order of the current stream."""
+        """Like `empty`, but zeroed on the current stream."""
         return self.empty(nbytes).zero_()
 
     def copy_to_host(self, flight: Flight, destination: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy to the host on the copy stream, behind the producing stream's work; records the flight's events."""
+        """Copy to the host on the copy stream, after the work queued on `stream`; records the flight's events."""
         self.record(flight.events.packed, stream)
         self.copy_stream.wait_event(flight.events.packed)
         with torch.cuda.stream(self.copy_stream):
@@ -84,16 +84,16 @@ class TorchRuntime:
         flight.events.landed.record(self.copy_stream)
 
     def mark_landed(self, flight: Flight, stream: int) -> None:
-        """Record that the bytes are on the host once `stream` has come this far: nothing is copied."""
+        """Record `landed` on `stream`, without a copy: the bytes are there once the work queued so far is done."""
         self.record(flight.events.landed, stream)
 
     def upload(self, destination: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy pinned host memory to the device in the order of `stream`."""
+        """Copy pinned host memory to the device on `stream`."""
         with torch.cuda.stream(self._stream(stream)):
             self._device_bytes(destination, nbytes).copy_(_host_bytes(source, nbytes), non_blocking=True)
 
     def upload_pageable(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """The same from ordinary memory, on the current stream: the driver takes the bytes over before it returns."""
+        """Copy pageable host memory to the device on the current stream; the driver reads the source before it returns."""
         target.copy_(source, non_blocking=True)
 
     def record(self, event: torch.cuda.Event, stream: int) -> None:
@@ -101,26 +101,26 @@ class TorchRuntime:
         event.record(self._stream(stream))
 
     def stream_wait(self, stream: int, event: torch.cuda.Event) -> None:
-        """Let later work on `stream` wait for an event; the host does not."""
+        """Let later work on `stream` wait for an event; the host does not wait."""
         self._stream(stream).wait_event(event)
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy device bytes to pageable host memory on the copy stream; returns when they are there."""
+        """Copy device bytes to pageable host memory on the copy stream; blocks until they are there."""
         with torch.cuda.stream(self.copy_stream):
             target.copy_(source)
 
     def hold(self, *buffers: torch.Tensor) -> None:
-        """Keep the memory of buffers, once freed, from being reused before the current stream is done with it."""
+        """Keep the memory of buffers, once they are freed, from being reused before the current stream is done with it."""
         stream = torch.cuda.current_stream(self.device)
         for buffer in buffers:
             buffer.record_stream(stream)
 
     def synchronize(self) -> None:
-        """Wait for every copy to the host."""
+        """Block until every copy to the host is done."""
         self.copy_stream.synchronize()
 
     def synchronize_current(self) -> None:
-        """Wait for the current stream."""
+        """Block until the work on the current stream is done."""
         torch.cuda.current_stream(self.device).synchronize()
 
     def _stream(self, handle: int) -> torch.cuda.Stream:
@@ -140,21 +140,21 @@ def _host_bytes(address: int, nbytes: int) -> torch.Tensor:
 
 
 class NativeEvent(torch.cuda.Event):
-    """Waits in the runtime library rather than in torch.
+    """An event whose `synchronize` calls the runtime library rather than torch.
 
-    A thread that is still waiting when the interpreter ends is ended as it comes back for the GIL. Torch's C++ frames
-    turn that into an abort of the process; these C frames let it pass.
+    A thread that still waits when the interpreter exits is terminated when it tries to reacquire the GIL. With torch's
+    C++ frames on its stack this aborts the process; with the C frames of `ctypes` it does not.
     """
 
     synchronize_handle: Callable[[Any], int]
 
     def synchronize(self) -> None:
-        """Sleep, or spin if the event is not a blocking one, until what was recorded is over."""
+        """Sleep, or spin if the event is not a blocking one, until the recorded work is done."""
         _check(self.synchronize_handle(pointer(self.cuda_event)))
 
 
 class NativeRuntime(TorchRuntime):
-    """The same, calling the runtime library that torch has loaded."""
+    """A `TorchRuntime` that directly calls the runtime library loaded by torch."""
 
     def __init__(
         self,
@@ -165,8 +165,8 @@ class NativeRuntime(TorchRuntime):
     ) -> None:
         super().__init__(device, copy_stream)
         self._side = pointer(self.copy_stream.cuda_stream)
-        self._handles: dict[int, Any] = {}  # of streams, prepared
-        waits = ctypes.CDLL(library._name)  # gives the GIL up: this call blocks
+        self._handles: dict[int, Any] = {}  # prepared handles of producing streams
+        waits = ctypes.CDLL(library._name)  # releases the GIL, because this call blocks
         self._synchronize = prepare_function(waits, f"{prefix}EventSynchronize")
         self._record = prepare_function(library, f"{prefix}EventRecord")
         self._wait = prepare_function(library, f"{prefix}StreamWaitEvent")
@@ -200,11 +200,11 @@ class NativeRuntime(TorchRuntime):
         _check(self._record(pointer(event.cuda_event), pointer(stream)))
 
     def stream_wait(self, stream: int, event: torch.cuda.Event) -> None:
-        if event.cuda_event:  # none before it is first recorded: nothing to wait for
+        if event.cuda_event:  # no handle before the first record: nothing to wait for
             _check(self._wait(pointer(stream), pointer(event.cuda_event), 0))
 
     def _prepare(self, stream: int) -> Any:
-        """The handle of a producing stream as an argument; there are few of them."""
+        """The handle of a producing stream as a prepared argument, kept because there are few such streams."""
         handle = self._handles[stream] = pointer(stream)
         return handle
 
@@ -220,7 +220,7 @@ def load_runtime(device: torch.device, copy_stream: torch.cuda.Stream | None = N
     Raises
     ------
     DeviceError
-        There are no streams to copy on: it is no CUDA or ROCm device.
+        The device is not a CUDA or ROCm device, so it has no streams to copy on.
     """
     if device.type != "cuda":
         raise DeviceError(

@@ -1,10 +1,10 @@
-"""Size classes: which packs are launched alike, and the heuristic that says how."""
+"""Size classes: packs that share a launch configuration, and the heuristic that chooses it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-SHORT_SEGMENT_BYTES = 4096  # segments up to this length, on average, are scattered rows rather than runs
+SHORT_SEGMENT_BYTES = 4096  # segments of at most this mean length are scattered rows rather than runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,26 +26,26 @@ class LaunchConfig:
         return f"{self.tile_bytes}/{self.num_warps}"
 
 
-# Small packs are latency bound: short tiles reach all multiprocessors, with 64 bytes a thread. Large ones are bandwidth
-# bound: 256 bytes a thread keep more loads in flight, and still more would spill registers. Of equally fast tiles, the
-# longer needs fewer descriptors.
+# Small packs are latency bound: short tiles, with 64 bytes per thread, occupy all multiprocessors. Large packs are
+# bandwidth bound: 256 bytes per thread keep more loads in flight; more than that would spill registers. Of equally fast
+# tile sizes, the longer one needs fewer descriptors.
 SMALL, MEDIUM, LARGE = LaunchConfig(4096, 2), LaunchConfig(8192, 1), LaunchConfig(32768, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class SizeClass:
-    """Packs that are launched alike.
+    """Packs that share a launch configuration.
 
     Attributes
     ----------
     name
-        As in tuned files.
+        Name in tuned files.
     max_bytes
         Largest `Plan.device_bytes`; None for no limit.
     short_segments
-        Whether its packs have short segments, `SHORT_SEGMENT_BYTES` on average or less.
+        Whether the mean segment length of its packs is at most `SHORT_SEGMENT_BYTES`.
     default
-        The heuristic's choice.
+        Configuration that the heuristic chooses.
     """
 
     name: str
@@ -66,7 +66,7 @@ SIZE_CLASSES: tuple[SizeClass, ...] = (
 
 
 def size_class(device_bytes: int, num_segments: int) -> SizeClass:
-    """The size class of a pack of so many bytes in so many segments."""
+    """The size class of a pack of `device_bytes` bytes in `num_segments` segments."""
     short = device_bytes <= SHORT_SEGMENT_BYTES * num_segments
     return next(
         group

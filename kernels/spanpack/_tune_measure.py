@@ -1,4 +1,4 @@
-"""Measure packs on a CUDA or ROCm device, alone and while matmuls keep running beside them."""
+"""Measure packs on a CUDA or ROCm device, alone and while matmuls run on another stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .segments import MOST_PASSED
 from .tiles import make_tiles
 
 POISON = 0xA5
-GUARD_BYTES = 4096  # behind the slab; nothing may be written there
+GUARD_BYTES = 4096  # after the slab; nothing may be written there
 GRAPH_ROUNDS = 10
 CALLS = 100
 _MOST_BACKLOG_US = 400_000.0
@@ -34,18 +34,18 @@ ResultT = TypeVar("ResultT")
 
 
 class CudaMeasurer:
-    """Makes benches on one device. Holds a few hundred MB until `close`.
+    """Makes benches on one device; holds a few hundred MB of device memory as long as it exists.
 
     Parameters
     ----------
     device
-        With its index.
+        The device, with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         with torch.cuda.device(device):
-            self.stream = torch.cuda.Stream(device)  # stands for the one that produces the leaves
+            self.stream = torch.cuda.Stream(device)  # stands for the producing stream
             self.runtime = load_runtime(device)
             self.launcher = Launcher(device)
             self.flight = Flight(Events.make(self.runtime.make_event))
@@ -67,7 +67,7 @@ class CudaBench:
     Parameters
     ----------
     owner
-        Lends streams, events and the compiled kernels.
+        Provides streams, events and the compiled kernels.
     workload
         What to pack.
     """
@@ -95,7 +95,7 @@ class CudaBench:
         torch.cuda.synchronize(device)
 
     def is_correct(self, config: LaunchConfig, transport: Transport = COPY_ENGINE) -> bool:
-        """Whether exactly the bytes of the plan's columns are written, as the torch reference writes them."""
+        """Whether the kernel writes the plan's columns and nothing else, with the bytes of the torch reference."""
         with torch.cuda.device(self._owner.device):
             slab = self._pinned() if transport.direct else self._slab
             slab.fill_(POISON)
@@ -105,7 +105,7 @@ class CudaBench:
             return torch.equal(slab.to(self._owner.device), self._expected)
 
     def stream_us(self, config: LaunchConfig, transport: Transport = COPY_ENGINE, *, busy: bool) -> float:
-        """Median time that one pack takes on the producing stream, from replays of a graph of many."""
+        """Median time of one pack on the producing stream, from replays of a CUDA graph of many packs."""
         key = config, transport
         with torch.cuda.device(self._owner.device):
             if key not in self._graphs:
@@ -119,7 +119,7 @@ class CudaBench:
             return self._owner.backlog.during(lambda: self._replay_us(graph), expected_us)
 
     def call_us(self, config: LaunchConfig, transport: Transport, *, busy: bool) -> CallTimes:
-        """Median times that one pack takes as the host sees it."""
+        """Median times of one pack, measured on the host."""
         with torch.cuda.device(self._owner.device):
             call = self._call(config, transport)
             alone = self._time_calls(call)
@@ -129,7 +129,7 @@ class CudaBench:
             return self._owner.backlog.during(lambda: self._time_calls(call), expected_us)
 
     def _gather(self, config: LaunchConfig, transport: Transport) -> Callable[[], None]:
-        """What one pack puts on the producing stream, descriptors first."""
+        """A function that queues one pack on the producing stream: the descriptor upload, if any, and the launch."""
         launcher, runs, addresses = self._owner.launcher, self._plan.passed_runs, self._addresses
         slab = (self._pinned() if transport.direct else self._slab).data_ptr()
         handle = self._handle
@@ -143,7 +143,7 @@ class CudaBench:
         mapped, resident = self._pinned_table.data_ptr(), self._table.data_ptr()
         read: int | None = mapped if transport.addresses == "mapped" else resident
         if transport.addresses == "resident" and len(addresses) <= MOST_PASSED:
-            read = None  # as the packer does it
+            read = None  # passed to the kernel, as the packer does
         launch = launcher.bind(config, len(tiles), tiles.data_ptr(), read)
         if transport.addresses != "upload":
             return lambda: launch(slab, handle, addresses)
@@ -156,7 +156,7 @@ class CudaBench:
         return upload_and_launch
 
     def _call(self, config: LaunchConfig, transport: Transport) -> Callable[[], None]:
-        """All that the host does for one pack, as the packer does it."""
+        """A function that does the host's work for one pack, as the packer does it."""
         gather = self._gather(config, transport)
         runtime, flight, handle = self._owner.runtime, self._owner.flight, self._handle
         host, slab, nbytes = self._pinned().data_ptr(), self._slab.data_ptr(), self._plan.device_bytes
@@ -182,7 +182,7 @@ class CudaBench:
         with torch.cuda.stream(stream):
             gather()
             torch.cuda.synchronize()
-            # Not `torch.cuda.graph`, which collects garbage and empties torch's cache every time.
+            # Not `torch.cuda.graph`, which runs the garbage collector and empties torch's cache in every capture.
             graph.capture_begin()
             try:
                 for _ in range(self._repeats):
@@ -194,7 +194,7 @@ class CudaBench:
     def _replay_us(self, graph: torch.cuda.CUDAGraph) -> float:
         with torch.cuda.stream(self._owner.stream):
             events = [torch.cuda.Event(enable_timing=True) for _ in range(GRAPH_ROUNDS + 1)]
-            graph.replay()  # the host gets ahead of the device meanwhile
+            graph.replay()  # lets the host run ahead of the device
             for event in events[:-1]:
                 event.record()
                 graph.replay()
@@ -212,7 +212,7 @@ class CudaBench:
                 start = clock()
                 call()
                 returned = clock()
-                while not landed.query():  # spins: waking up a sleeper would blur the difference
+                while not landed.query():  # spins: the wake-up of a sleeping thread would add noise
                     pass
                 times_ns[row] = returned - start, clock() - start
         host_us, landed_us = np.median(times_ns, axis=0) / 1000
@@ -220,12 +220,12 @@ class CudaBench:
 
 
 class _Backlog:
-    """Matmuls of a decode step (64 rows, a weight of 64 MB) that keep a stream of their own busy.
+    """Matmuls as in a decode step (64 rows, a weight of 64 MB) that keep a separate stream busy.
 
     Attributes
     ----------
     matmul_us
-        Time of one.
+        Time of one matmul.
     """
 
     _ROWS, _INNER, _OUTER = 64, 4096, 8192
@@ -241,7 +241,7 @@ class _Backlog:
         self._buffers = rows, weight, out  # held: the graph reads and writes them
         torch.cuda.synchronize(device)
         with torch.cuda.stream(self._stream):
-            for _ in range(3):  # libraries load and choose their kernels outside the capture
+            for _ in range(3):  # lets libraries load and choose their kernels before the capture
                 torch.mm(rows, weight, out=out)
             self._stream.synchronize()
             self._graph = torch.cuda.CUDAGraph()
@@ -255,9 +255,9 @@ class _Backlog:
         self.matmul_us = self._measure()
 
     def during(self, measure: Callable[[], ResultT], expected_us: float) -> ResultT:
-        """Call `measure` while matmuls run; if they end before it does, once more with more of them.
+        """Call `measure` while matmuls run; repeat with twice as many if they end before it does.
 
-        Where the matmuls leave no room at all, the last measurement counts, which has waited for them.
+        If the matmuls leave no room on the GPU, `measure` always ends after them; the last of its results then counts.
         """
         while True:
             self._fill(expected_us)
@@ -269,7 +269,7 @@ class _Backlog:
             expected_us *= 2
 
     def _fill(self, us: float) -> None:
-        """Queue matmuls for so many microseconds."""
+        """Queue matmuls that take about `us` microseconds, up to the limit of a backlog."""
         count = max(2, round(min(us, _MOST_BACKLOG_US) / (self.matmul_us * self._IN_A_GRAPH)) + 1)
         with torch.cuda.stream(self._stream):
             for _ in range(count):
@@ -277,7 +277,7 @@ class _Backlog:
             self._last.record()
 
     def _measure(self) -> float:
-        """Time of one matmul; brings the clocks up on the way."""
+        """Time of one matmul, measured after others that raise the GPU's clocks."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(self._stream):
             self._fill(100_000)

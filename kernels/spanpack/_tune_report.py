@@ -1,4 +1,4 @@
-"""What the tuner tells: the tuned file, a table, a chart of the gain over the defaults."""
+"""Output of the tuner: the tuned file, a table, a chart of the gain over the defaults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TRANSPORTS: dict[TransportKind, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where and when the tuner ran; versions as the packages have them, date as ``YYYY-MM-DD``."""
+    """Where and when the tuner ran; versions as the packages report them, date as ``YYYY-MM-DD``."""
 
     gpu: str
     triton: str
@@ -79,7 +79,7 @@ def _transport_entry(times: TransportTimes) -> dict[str, float]:
 
 
 def table(findings: Findings) -> str:
-    """Everything that was found, for a terminal; times in microseconds, the default's first."""
+    """All findings as a text table for a terminal; times in microseconds, the default's first."""
     rows = [("size class", "default", "tuned", "alone us", "busy us", "gain")]
     for name, result in findings.classes.items():
         entry = _class_entry(result)
@@ -128,7 +128,7 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _verdict(findings: Findings) -> Iterator[str]:
-    """What tuning gains, in a line each for configurations and transports."""
+    """One line on the gain from tuned configurations, then one line for each kind of transport."""
     won = [result for result in findings.classes.values() if result.config != result.group.default]
     if won:
         most = max(result.gain for result in won)

@@ -1,4 +1,4 @@
-"""What the tuner measures, what measures it, and what comes of it."""
+"""Data types of the tuner: transports, times and findings, and the protocols of what measures them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from ._size_classes import LaunchConfig, SizeClass
 from ._tune_workloads import Workload
 
-MIN_GAIN = 0.03  # less is noise, and not worth a deviation from the default
+MIN_GAIN = 0.03  # smaller gains are noise and do not justify leaving the default
 
 TransportKind = Literal["direct_store", "mapped_addresses"]
 
@@ -22,10 +22,10 @@ class Transport:
     Attributes
     ----------
     direct
-        The kernel stores into mapped pinned memory; otherwise into a device slab that the copy engine brings home.
+        Whether the kernel stores into mapped pinned memory rather than into a device slab that is then copied.
     addresses
-        Of the leaves: passed to the kernel or, where they are many, on the device already; copied there before the
-        launch; or read from mapped pinned memory.
+        Source of the leaves' addresses. ``"resident"``: kernel arguments or, for many leaves, a table already on the
+        device; ``"upload"``: a table copied there before the launch; ``"mapped"``: mapped pinned memory.
     """
 
     direct: bool = False
@@ -40,30 +40,30 @@ MAPPED = Transport(addresses="mapped")
 
 @dataclass(frozen=True, slots=True)
 class CallTimes:
-    """Medians of packing again and again, in microseconds: until the call returns, until the bytes have landed."""
+    """Median times of repeated packs, in microseconds: until the call returns, until the bytes have landed."""
 
     host_us: float
     landed_us: float
 
 
 class Bench(Protocol):
-    """One workload, ready to be measured. `busy`: while matmuls keep running on another stream."""
+    """One workload, ready to be measured; `busy` means while matmuls run on another stream."""
 
     def is_correct(self, config: LaunchConfig, transport: Transport = COPY_ENGINE) -> bool:
-        """Whether exactly the bytes of the plan's columns are written, as the torch reference writes them."""
+        """Whether the kernel writes the plan's columns and nothing else, with the bytes of the torch reference."""
 
     def stream_us(self, config: LaunchConfig, transport: Transport = COPY_ENGINE, *, busy: bool) -> float:
-        """Time that one pack takes on the producing stream."""
+        """Time of one pack on the producing stream."""
 
     def call_us(self, config: LaunchConfig, transport: Transport, *, busy: bool) -> CallTimes:
-        """Time that one pack takes as the host sees it."""
+        """Times of one pack, measured on the host."""
 
 
 class Measurer(Protocol):
     """Makes benches."""
 
     def prepare(self, workload: Workload) -> Bench:
-        """May raise torch's out-of-memory error."""
+        """Make the bench of a workload; may raise torch's out-of-memory error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Times:
     busy_us: tuple[float, ...]
 
     def relative_to(self, base: Times) -> float:
-        """Mean time as a fraction of that of `base`; the busy GPU counts as much as the idle one."""
+        """Geometric mean of the times relative to `base`, with equal weights for the idle and the busy GPU."""
         return geometric_mean(
             own / other for own, other in zip(self.alone_us + self.busy_us, base.alone_us + base.busy_us, strict=True)
         )
@@ -82,7 +82,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class ClassResult:
-    """What tuning one size class came to; `gain` is the fraction of the default's time that is saved."""
+    """Result of tuning one size class; `gain` is the fraction of the default's time that is saved."""
 
     group: SizeClass
     config: LaunchConfig
@@ -97,7 +97,7 @@ class ClassResult:
 
 @dataclass(frozen=True, slots=True)
 class TransportTimes:
-    """Of one transport: as the host sees it, and on the producing stream."""
+    """Times of one transport: on the host, and on the producing stream."""
 
     alone: CallTimes
     busy: CallTimes
@@ -106,7 +106,7 @@ class TransportTimes:
 
 @dataclass(frozen=True, slots=True)
 class TransportResult:
-    """One way of transport against the usual one, for packs of one size."""
+    """Comparison of one transport with the usual one, for packs of one size."""
 
     kind: TransportKind
     device_bytes: int
@@ -118,8 +118,8 @@ class TransportResult:
     def is_better(self) -> bool:
         """Whether the bytes land sooner, and the producing stream does not lose more than the host saves.
 
-        A kernel that waits for the host link holds up the model's next kernels all the while, which is what counts
-        where the GPU is the bottleneck; what the host saves counts where the host is.
+        A kernel that waits for the host link delays the model's next kernels, which matters where the GPU is the
+        bottleneck; the time that the host saves matters where the host is the bottleneck.
         """
         lands_sooner = self.other.alone.landed_us <= self.usual.alone.landed_us * (1 - MIN_GAIN)
         not_later_when_busy = self.other.busy.landed_us <= self.usual.busy.landed_us * (1 + MIN_GAIN)
@@ -137,15 +137,15 @@ class Findings:
     classes
         By name of the size class.
     rejected
-        Configurations that are out, and why.
+        Configurations that were rejected, and why.
     unusable
-        Transports that are out, and why.
+        Transports that can't be used, and why.
     skipped
         Workloads that could not be measured, and why.
     transports
-        The comparisons of transports, each kind by rising size and up to the first size where it is not better.
+        Comparisons of transports, for each kind by increasing size, up to the first size where it is not better.
     complete
-        Whether the search came to its end.
+        Whether the search ran to its end.
     """
 
     classes: dict[str, ClassResult] = field(default_factory=dict)
@@ -156,12 +156,12 @@ class Findings:
     complete: bool = False
 
     def reject(self, config: LaunchConfig, why: str) -> None:
-        """Rule a configuration out, also where it has won already."""
+        """Rule a configuration out, and drop the results of size classes in which it has already won."""
         self.rejected[config] = why
         self.classes = {name: result for name, result in self.classes.items() if result.config != config}
 
     def threshold(self, kind: TransportKind) -> int | None:
-        """Device bytes up to which a transport is better; None if the search did not get there."""
+        """Device bytes up to which a transport is better; None if the search ended before comparing it."""
         if kind in self.unusable:
             return 0
         results = [result for result in self.transports if result.kind == kind]
@@ -169,6 +169,6 @@ class Findings:
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """Of positive numbers."""
+    """Geometric mean of positive numbers."""
     logs = [math.log(value) for value in values]
     return math.exp(sum(logs) / len(logs))
