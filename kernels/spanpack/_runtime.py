@@ -59,7 +59,7 @@ class TorchRuntime:
         return torch.cuda.stream(stream)
 
     def make_event(self, *, blocking: bool) -> torch.cuda.Event:
-        """An event that has a handle: torch makes the handle at the first record, so the event is recorded once here."""
+        """An event that has a handle: torch makes it at the first record, so the event is recorded once here."""
         event = torch.cuda.Event(blocking=blocking)
         event.record(self.copy_stream)
         return event
@@ -93,7 +93,7 @@ class TorchRuntime:
             self._device_bytes(destination, nbytes).copy_(_host_bytes(source, nbytes), non_blocking=True)
 
     def upload_pageable(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy pageable host memory to the device on the current stream; the driver reads the source before it returns."""
+        """Copy pageable host memory to the device on the current stream; the source has been read when this returns."""
         target.copy_(source, non_blocking=True)
 
     def record(self, event: torch.cuda.Event, stream: int) -> None:
@@ -110,7 +110,7 @@ class TorchRuntime:
             target.copy_(source)
 
     def hold(self, *buffers: torch.Tensor) -> None:
-        """Keep the memory of buffers, once they are freed, from being reused before the current stream is done with it."""
+        """Keep the memory of freed buffers from being reused before the current stream is done with it."""
         stream = torch.cuda.current_stream(self.device)
         for buffer in buffers:
             buffer.record_stream(stream)

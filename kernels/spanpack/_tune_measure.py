@@ -269,7 +269,7 @@ class _Backlog:
             expected_us *= 2
 
     def _fill(self, us: float) -> None:
-        """Queue matmuls that take about `us` microseconds, up to the limit of a backlog."""
+        """Queue matmuls that take about `us` microseconds, or `_MOST_BACKLOG_US` if that is less."""
         count = max(2, round(min(us, _MOST_BACKLOG_US) / (self.matmul_us * self._IN_A_GRAPH)) + 1)
         with torch.cuda.stream(self._stream):
             for _ in range(count):

@@ -1,4 +1,4 @@
-"""Data types of the tuner: transports, times and findings, and the protocols of what measures them."""
+"""Data types of the tuner (transports, times, findings), and the protocols that a measurer implements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from ._size_classes import LaunchConfig, SizeClass
 from ._tune_workloads import Workload
 
-MIN_GAIN = 0.03  # smaller gains are noise and do not justify leaving the default
+MIN_GAIN = 0.03  # smaller gains are noise and do not justify deviating from the default
 
 TransportKind = Literal["direct_store", "mapped_addresses"]
 

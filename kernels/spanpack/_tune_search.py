@@ -1,6 +1,6 @@
-"""The search: which configuration, and which transport, is fastest on the GPU at hand.
+"""The search for the fastest configurations and transports on the current GPU.
 
-What measures is handed in, so that all decisions are made, and tested, without a GPU.
+The measurer is passed in, so the decisions themselves need no GPU and can be tested without one.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from ._tune_results import (
 )
 from ._tune_workloads import Workload
 
-TIE = 0.01  # of configurations this close the longest tile wins: it needs the fewest descriptors
+TIE = 0.01  # of configurations within this of the best, the longest tile wins: it needs the fewest descriptors
 FINALISTS = 3
 CONFIRM_ROUNDS = 5
 
 
 class TuneError(Exception):
-    """Tuning makes no sense here: what is used by default does not work."""
+    """Tuning makes no sense here: a default configuration does not work."""
 
 
-Progress = Callable[[int, int, str], None]  # steps done, steps in all, what is going on
+Progress = Callable[[int, int, str], None]  # steps done, total steps, description of the next step
 
 
 def candidates(*, quick: bool = False) -> list[LaunchConfig]:
@@ -55,17 +55,17 @@ class Search:
     Parameters
     ----------
     measurer
-        Measures.
+        Makes the benches.
     workloads
-        What to tune for; size classes without any keep their configuration.
+        What to tune for; size classes without workloads keep their configuration.
     sizes
-        Workloads of rising size to compare transports with.
+        Workloads of increasing size to compare transports with.
     gate
-        Every configuration must pack this one right before it is measured.
+        Workload that every configuration must pack correctly before it is measured.
     configs
-        What to try beside the defaults.
+        Configurations to try besides the defaults.
     progress
-        Told of every step.
+        Called before every step.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class Search:
         self._total = len(self._configs) * (1 + len(self._groups)) + len(self._groups) + len(sizes)
 
     def run(self) -> Findings:
-        """Search until the end or Ctrl-C, which keeps what was found so far.
+        """Run the search; Ctrl-C ends it early and keeps the findings so far.
 
         Raises
         ------
         TuneError
-            A default configuration does not pack right.
+            A default configuration does not pack correctly.
         """
         try:
             self._check()
@@ -121,14 +121,14 @@ class Search:
                 raise TuneError(f"the default configuration {group.default} does not work here: {why}")
 
     def _is_usable(self, config: LaunchConfig, benches: Iterable[Bench]) -> bool:
-        """Whether a configuration packs these workloads right; one that does not is out for good."""
+        """Whether a configuration packs these workloads correctly; one that does not is rejected for good."""
         if config in self.findings.rejected:
             return False
         try:
             if all(bench.is_correct(config) for bench in benches):
                 return True
             why = "wrong bytes"
-        except Exception as error:  # noqa: BLE001 - whatever a compiler or a driver may raise
+        except Exception as error:  # noqa: BLE001 - a compiler or a driver may raise anything
             why = _in_a_line(error)
         self.findings.reject(config, why)
         return False
@@ -144,14 +144,14 @@ class Search:
                     times[config] = _measure(benches, config)
             self._step(f"{group.name}: the best once more")
             times = self._confirm(group, benches, times)
-        finally:  # also on Ctrl-C: the best so far
+        finally:  # also on Ctrl-C: keep the best so far
             if group.default in times:
                 self._settle(group, names, times)
             elif group.default in self.findings.rejected:
                 self.findings.skipped[group.name] = f"the default: {self.findings.rejected[group.default]}"
 
     def _prepare(self, workloads: Sequence[Workload]) -> tuple[list[str], list[Bench]]:
-        """Names and benches of the workloads that fit in the memory."""
+        """Names and benches of the workloads that fit in device memory."""
         names, benches = [], []
         for workload in workloads:
             try:
@@ -164,7 +164,7 @@ class Search:
     def _confirm(
         self, group: SizeClass, benches: Sequence[Bench], times: dict[LaunchConfig, Times]
     ) -> dict[LaunchConfig, Times]:
-        """Measure the finalists again in turns with the default; who is not faster each time was only lucky."""
+        """Measure finalists again, alternating with the default; drop those that are not faster in every round."""
         default = group.default
         if default not in times:
             return times
@@ -184,7 +184,7 @@ class Search:
         self.findings.classes[group.name] = ClassResult(group, config, times[config], default, tuple(names))
 
     def _compare_transports(self) -> None:
-        """Find up to which size the unusual transport is better, for each; at the first size where it is not, stop."""
+        """For each alternative transport, find the size up to which it is better; stop at the first where it is not."""
         contests: list[tuple[TransportKind, Transport, Transport]] = [
             ("direct_store", COPY_ENGINE, DIRECT_STORE),
             ("mapped_addresses", UPLOAD, MAPPED),
@@ -210,7 +210,7 @@ class Search:
                 self.findings.unusable[kind] = "wrong bytes"
                 return False
             result = TransportResult(kind, workload.device_bytes, config, *_in_turns(bench, config, usual, other))
-        except Exception as error:  # noqa: BLE001 - a transport that this GPU can't do is no reason to lose the rest
+        except Exception as error:  # noqa: BLE001 - a transport that fails on this GPU must not end the search
             self.findings.unusable[kind] = _in_a_line(error)
             return False
         self.findings.transports.append(result)
@@ -241,7 +241,7 @@ def _median_times(samples: Sequence[Times]) -> Times:
 def _in_turns(
     bench: Bench, config: LaunchConfig, usual: Transport, other: Transport
 ) -> tuple[TransportTimes, TransportTimes]:
-    """Times of two transports, measured in turns so that drift hits both."""
+    """Times of two transports, measured alternately so that drift affects both."""
     samples: dict[tuple[Transport, bool], list[CallTimes]] = {}
     for _ in range(CONFIRM_ROUNDS):
         for busy in (False, True):

@@ -1,4 +1,4 @@
-"""What the tuner packs: the steps that the stages of a multimodal model make, a few of each size class."""
+"""Workloads of the tuner: typical steps of the stages of a multimodal model, a few for each size class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Workload:
     Attributes
     ----------
     name
-        For people.
+        Name to report it by.
     plan
         What is packed.
     make_leaves
@@ -41,17 +41,17 @@ class Workload:
 
 
 def _workload(name: str, make_leaves: MakeLeaves, columns: Sequence[ColumnSpec]) -> Workload:
-    """A plan needs no memory: it is made for leaves without any."""
+    """A workload whose plan is made from meta tensors: planning does not read the leaves' memory."""
     return Workload(name, make_plan(make_leaves(torch.device("meta")), columns), make_leaves)
 
 
 def default_workloads(*, quick: bool = False) -> list[Workload]:
-    """Steps of a Thinker, a Talker and a TTS stage, and what is awkward in general.
+    """Steps of a Thinker, a Talker and a TTS stage, and a pack of many leaves.
 
     Parameters
     ----------
     quick
-        One of each size class instead of several.
+        One workload per size class instead of several.
     """
     first = [
         _per_request("tts_decode_64", (1, 16), torch.int64, 64),
@@ -74,12 +74,12 @@ def default_workloads(*, quick: bool = False) -> list[Workload]:
 
 
 def uniform_workload(nbytes: int, leaves: int = 16) -> Workload:
-    """`nbytes` in equal parts from several leaves: where only the amount counts."""
+    """A workload of `nbytes` in equal parts from several leaves, for measurements by size alone."""
     return _per_request(f"{leaves} leaves", (nbytes // leaves,), torch.uint8, leaves)
 
 
 def awkward_workload() -> Workload:
-    """Odd lengths and offsets, 4-byte alignment, strided rows, spans in between: every branch of the kernel."""
+    """Odd lengths and offsets, 4-byte alignment, strided rows, inner spans: runs every branch of the kernel."""
 
     def make_leaves(device: torch.device) -> list[Tensor]:
         base = _random((1 << 18,), torch.uint8, device)
@@ -100,7 +100,7 @@ def awkward_workload() -> Workload:
 
 
 def _thinker(name: str, rows: Sequence[int], consumers: Sequence[int] | None = None) -> Workload:
-    """Hidden states and two captured layers of a batch, and three embeddings that every consumer gets a copy of."""
+    """Hidden states and two captured layers of a batch, and three embeddings copied to every consumer."""
     total = sum(rows)
 
     def make_leaves(device: torch.device) -> list[Tensor]:
@@ -135,7 +135,7 @@ def _per_request(name: str, shape: tuple[int, ...], dtype: torch.dtype, requests
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random bytes, NaNs and all."""
+    """A tensor of random bytes, which may be NaNs."""
     count = dtype.itemsize
     for size in shape:
         count *= size

@@ -1,4 +1,4 @@
-"""Tuned files: one JSON per GPU, what the tuner found there. Read and checked here, written by `spanpack.tune`.
+"""Tuned files: one JSON of the tuner's results per GPU, read and checked here, written by `spanpack.tune`.
 
 ::
 
@@ -7,7 +7,7 @@
      "classes": {"small": {"tile_bytes": 4096, "num_warps": 2, "gain": 0.0,
                            "alone_us": 2.2, "busy_us": 9.1, "default_alone_us": 2.2, "default_busy_us": 9.1, ...}}}
 
-Further entries are for people and are not looked at.
+Further entries are informational and are not read.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _MAX_FILE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What a tuned file says.
+    """Content of a tuned file.
 
     Attributes
     ----------
     gpu, triton
-        Where it counts: exact name of the GPU, and the Triton version it was tuned with.
+        What it applies to: exact name of the GPU, and the Triton version it was tuned with.
     classes
-        Configuration by the name of the size class.
+        Configurations by name of the size class.
     direct_store_bytes
-        See `ConfigTable`; None where tuning ended before it got there.
+        See `ConfigTable`; None if tuning ended before it was determined.
     """
 
     gpu: str
@@ -58,9 +58,9 @@ def read_tuned(path: Path) -> Tuned:
     Raises
     ------
     OSError
-        It can't be read.
+        The file can't be read.
     ValueError
-        It is not what a tuned file is; the message says where.
+        The content is not valid; the message says where.
     """
     if path.stat().st_size > _MAX_FILE_BYTES:
         raise ValueError(f"longer than {_MAX_FILE_BYTES} bytes")
@@ -71,7 +71,7 @@ def read_tuned(path: Path) -> Tuned:
 
 
 def write_tuned(path: Path, document: Mapping[str, object]) -> None:
-    """Check a document and write it, all or nothing; raises what `read_tuned` raises."""
+    """Check a document and write it atomically; raises what `read_tuned` raises."""
     parse_tuned(document)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")

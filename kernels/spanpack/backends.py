@@ -1,4 +1,4 @@
-"""Which device and which backend a packer gets."""
+"""Choice of a packer's device and backend."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SERVED = "packers serve CUDA, ROCm and CPU tensors"
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
-    """A device with its index; by default the current CUDA (or ROCm) device, or the CPU where there is none.
+    """A device with its index; by default the current CUDA (or ROCm) device, or the CPU if there is none.
 
     Raises
     ------
     DeviceError
-        It is not there, or of a kind that packers don't serve.
+        The device does not exist, or packers don't serve its type.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,12 +41,12 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
 
 
 def wrong_device(leaf: str, found: torch.device, served: torch.device) -> DeviceError:
-    """An error that says that a leaf is on another device than its packer serves, and what to do."""
+    """An error that says that a leaf is not on the device that its packer serves, and what to do."""
     return DeviceError(f"{leaf} is on {found}, this packer serves {served}; {what_to_do(found.type)}")
 
 
 def what_to_do(device_type: str) -> str:
-    """About a leaf that is on a device of this type, where its packer does not serve it."""
+    """What to do about a leaf on a device of this type, which its packer does not serve; for error messages."""
     if device_type == "meta":
         return "a meta tensor has no bytes, give one that has"
     if device_type not in ("cuda", "cpu"):
@@ -68,7 +68,7 @@ def resolve_backend(backend: Backend, device: torch.device, fallbacks: Fallbacks
     Raises
     ------
     UnavailableError
-        The backend was named and can't run here.
+        The backend was asked for by name and can't run here.
     """
     if backend not in ("auto", "triton", "torch"):
         raise UnavailableError(f"backend {backend!r}; choose 'auto', 'triton' or 'torch'")

@@ -30,7 +30,7 @@ class Spans:
     consumer_starts, consumer_rows
         `starts` and `rows` of the consumers, ``[num_consumers] int64``.
     per_token_rows
-        First dimensions that mark a leaf as per-token.
+        Sizes of dimension 0 that mark a leaf as per-token.
     """
 
     request_ids: tuple[str, ...]
@@ -43,7 +43,7 @@ class Spans:
 
 
 class Batch:
-    """Spans of a batch of requests, detached from the arrays they were given in.
+    """Spans of a batch of requests, copied from the arrays that they are given in.
 
     Parameters
     ----------
@@ -52,20 +52,20 @@ class Batch:
     num_scheduled_tokens
         Rows of each request: a sequence, NumPy array or CPU tensor in batch order, or a mapping by request id.
     query_start_loc
-        First row of each request, at least one entry per request; entries behind the number of requests + 1 are
+        First row of each request, at least one entry per request; entries after the first num_requests + 1 are
         padding. By default the requests follow each other without gaps.
     consumers
         Ids of the requests that need a payload; by default all. Rows of the others are neither gathered nor copied.
     per_token_rows
-        First dimension, or several, that mark a leaf as per-token: needed where buffers are longer than the batch,
-        such as the output buffers of a CUDA graph. By default the end of the last span.
+        Size of dimension 0, or several sizes, that mark a leaf as per-token. Needed if buffers have more rows than
+        the batch, such as the output buffers of a CUDA graph. By default the end of the last span.
 
     Raises
     ------
     BatchError
         Duplicate or unknown request ids; lengths that differ; negative counts; negative or decreasing
-        `query_start_loc`; spans that overlap or end behind every `per_token_rows`; a tensor on a device, which would
-        have to be synchronised to be read.
+        `query_start_loc`; spans that overlap or end beyond the largest of `per_token_rows`; a tensor on a device,
+        since reading it would synchronise with the device.
 
     Examples
     --------
@@ -89,7 +89,7 @@ class Batch:
             num_scheduled_tokens = _in_order(ids, num_scheduled_tokens)
         if per_token_rows is not None:
             per_token_rows = _row_counts(per_token_rows)
-        # Checked once: equal batches share their spans, which also makes those a cheap key for plans.
+        # Checked once: equal batches share one `Spans` object, which is thus a cheap key for plans.
         self.spans: Spans = _check(
             ids,
             _freeze("num_scheduled_tokens", num_scheduled_tokens),
@@ -128,7 +128,7 @@ def _in_order(ids: tuple[str, ...], counts: Mapping[str, int]) -> list[int]:
     return [counts[request] for request in ids]
 
 
-_Frozen = tuple[bytes, np.dtype[Any]]  # an array of one dimension, as a key
+_Frozen = tuple[bytes, np.dtype[Any]]  # a 1-dimensional array as a hashable key
 
 
 def _freeze(name: str, values: Any, limit: int | None = None) -> _Frozen:

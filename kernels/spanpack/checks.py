@@ -1,4 +1,4 @@
-"""What a packer refuses, and in which words. All of it off the hot path."""
+"""Checks of a packer's input and their error messages, all of them off the hot path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tree import Node
 
 
 def check_leaves(found: Sequence[Node], leaves: Sequence[Tensor], device: torch.device) -> None:
-    """Raise for leaves that a packer of this device can't move."""
+    """Raise for leaves that a packer of this device can't pack."""
     for node in found:
         for index in node.leaves:
             leaf = leaves[index]
@@ -29,7 +29,7 @@ def check_leaves(found: Sequence[Node], leaves: Sequence[Tensor], device: torch.
 
 
 def check_fit(plan: Any, leaves: Any) -> None:
-    """Raise for a plan that is none, and say how leaves differ from those that it was made for."""
+    """Raise if `plan` is not a `Plan`, or if leaves differ from those it was made for; the message says how."""
     if not isinstance(plan, Plan):
         raise InputError(f"plan is a {type(plan).__name__}; give one from spanpack.make_plan")
     why_not = plan.signature.mismatch(leaves)

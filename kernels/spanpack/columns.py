@@ -11,16 +11,16 @@ import numpy.typing as npt
 from torch import Tensor
 
 Int64Array = npt.NDArray[np.int64]
-MOST_ROWS = 1 << 48  # more than memory can hold; sums of smaller row numbers stay far from overflowing
+MOST_ROWS = 1 << 48  # more than memory can hold; sums of smaller row numbers are far from overflowing int64
 
 
 class Runs(NamedTuple):
-    """Pieces that follow each other in their leaf, taken together; pieces without rows, dropped.
+    """Runs of rows: pieces that are adjacent in their leaf are merged, pieces without rows are dropped.
 
     Attributes
     ----------
     leaves
-        Leaf of each run, ``[num_runs] int64``; None where the pieces have one leaf.
+        Leaf of each run, ``[num_runs] int64``; None if all pieces are from one leaf.
     starts, rows
         First row and number of rows of each run, ``[num_runs] int64``.
     """
@@ -31,21 +31,21 @@ class Runs(NamedTuple):
 
 
 class PieceFacts(NamedTuple):
-    """What follows from the pieces of a column, whatever their leaf; columns with the same pieces can share it.
+    """Facts about the pieces of a column, whatever their leaf; columns with the same pieces can share them.
 
     Attributes
     ----------
     rows
         Rows of each piece, in order.
     total_rows
-        Of all pieces.
+        Total number of rows of all pieces.
     smallest, largest
-        Bounds of all first rows and row counts. `smallest` is negative if and only if one of them is; `largest` may
-        exceed the greatest of them.
+        Bounds of all first rows and row counts: `smallest` is negative if and only if one of them is; `largest` may
+        exceed the largest of them.
     end
-        The row behind the last one of all pieces.
+        One past the last row of all pieces.
     runs
-        What has to be copied.
+        The runs to copy.
     copies
         Number of pieces if all are the same rows of one leaf, else 1.
     """
@@ -60,22 +60,22 @@ class PieceFacts(NamedTuple):
 
     @property
     def num_passed(self) -> int:
-        """How many runs are passed to the kernel: copies of the same rows are passed once, with their number."""
+        """Number of runs passed to the kernel: copies of the same rows are passed once, with their count."""
         return 1 if self.copies > 1 else len(self.runs.starts)
 
     @staticmethod
     def of(starts: Int64Array, rows: Int64Array, leaves: Int64Array | None = None) -> PieceFacts:
-        """Work it out for at least one piece; `leaves` as in `Runs`."""
+        """Compute the facts of at least one piece; `leaves` is the leaf of each piece, None if all have the same."""
         counts = tuple(rows.tolist())
         total_rows = sum(counts)
         ends = starts + rows
         joined = starts[1:] == ends[:-1]
-        # All spans of a step, one behind the other. What is too much for a leaf is found out below.
+        # Fast path: all spans of a step, adjacent. Row counts too large for any leaf take the general path below.
         if leaves is None and min(counts) >= 0 and joined.all() and total_rows <= MOST_ROWS:
             start = int(starts[0])
             run = Runs(None, starts[:1], np.array([total_rows], dtype=np.int64)) if total_rows else _NO_RUNS
             return PieceFacts(counts, total_rows, min(start, *counts), start + total_rows, start + total_rows, run)
-        both = starts | rows  # bitwise: negative if either is, and never less than the larger
+        both = starts | rows  # bitwise: negative if either is, else not less than the larger
         runs = _merge(leaves, starts, rows)
         alike = leaves is None and bool((starts == starts[0]).all() and (rows == rows[0]).all())
         copies = len(counts) if alike and counts[0] else 1
@@ -101,10 +101,10 @@ def _merge(leaves: Int64Array | None, starts: Int64Array, rows: Int64Array) -> R
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ColumnSpec:
-    """Rows from one or several leaves that stand one after another in the slab and are split by one call.
+    """Rows from one or several leaves that are contiguous in the slab and are split by one call.
 
-    Everything that can be packed is a column: a per-token leaf gives the spans of its consumers, a list of
-    per-request tensors gives each of them whole, a request-invariant leaf is repeated once per consumer.
+    Everything that is packed is a column: a per-token leaf contributes the spans of the consumers, a list of
+    per-request tensors contributes whole tensors, a request-invariant leaf is repeated once per consumer.
 
     Attributes
     ----------
@@ -116,10 +116,10 @@ class ColumnSpec:
     rows
         Number of rows of each piece, ``[num_pieces] int64``.
     scalar
-        The leaves are 0-dimensional: each piece is one element and comes back 0-dimensional.
+        Whether the leaves are 0-dimensional: each piece is then one element and is returned 0-dimensional.
     facts
-        What is known about the pieces already. Planning works it out where it is None, once for columns that have the
-        same arrays.
+        Facts about the pieces, if they are known already. If None, planning computes them, once for all columns that
+        have the same arrays.
     """
 
     leaves: int | Int64Array
@@ -135,11 +135,11 @@ class ColumnSpec:
 
     @property
     def leaf_set(self) -> set[int]:
-        """The leaves that it takes pieces from."""
+        """The leaves that pieces are taken from."""
         return {self.leaves} if isinstance(self.leaves, int) else set(self.leaves.tolist())
 
     def piece_facts(self) -> PieceFacts:
-        """Its facts, worked out if they are not there."""
+        """The facts about the pieces, computed if they are not known yet."""
         if self.facts is not None:
             return self.facts
         return PieceFacts.of(self.starts, self.rows, None if isinstance(self.leaves, int) else self.leaves)
@@ -151,16 +151,16 @@ class ColumnSpec:
 
     @staticmethod
     def whole(leaf: int, tensor: Tensor, copies: int = 1) -> ColumnSpec:
-        """The whole of one leaf, once or several times over.
+        """A column of one whole leaf, once or several times.
 
         Parameters
         ----------
         leaf
-            Its index.
+            Index of the leaf.
         tensor
             The leaf itself, for its shape.
         copies
-            Number of pieces: an own copy for each of so many requests.
+            Number of pieces: one copy for each of that many requests.
         """
         rows = tensor.shape[0] if tensor.dim() else 1
         return ColumnSpec(
@@ -169,12 +169,12 @@ class ColumnSpec:
 
     @staticmethod
     def stack(leaves: Sequence[int], tensors: Sequence[Tensor]) -> ColumnSpec:
-        """Several leaves, each whole: one piece per leaf.
+        """A column of several whole leaves, one piece per leaf.
 
         Parameters
         ----------
         leaves
-            Their indices, at least one.
+            Indices of the leaves, at least one.
         tensors
             The leaves themselves, for their shapes; of the same dtype and ``shape[1:]``.
         """

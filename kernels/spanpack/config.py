@@ -1,7 +1,7 @@
-"""Launch configurations: which one a pack gets, by default and where this GPU was tuned.
+"""Launch configurations: which one a pack gets, by default, and on a GPU with a tuned file.
 
-`load_configs` puts over the heuristic what `python -m spanpack.tune` found: first the file shipped for this very GPU,
-then the user's own. A file that does not fit is left aside. Nothing is ever tuned here.
+`load_configs` overrides the heuristic with results of `python -m spanpack.tune`: first the file shipped for exactly
+this GPU, then the user's own file. A file that does not apply is ignored. Nothing is tuned here.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class ConfigTable:
     Attributes
     ----------
     by_class
-        Tuned configurations by the name of their size class; the other classes have the default.
+        Tuned configurations by name of the size class; the other classes use the default.
     direct_store_bytes
-        Packs of up to so many device bytes are stored by the kernel into the mapped pinned slab, without a device slab
-        and a copy. 0: the copy engine brings every pack home.
+        Packs of up to this many device bytes are stored by the kernel into the mapped pinned slab, without a device
+        slab and a copy. 0: the copy engine copies every pack to the host.
     source
-        Where the configurations come from, for people.
+        Where the configurations come from, for log messages.
     """
 
     by_class: Mapping[str, LaunchConfig] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class ConfigTable:
     source: str = "defaults"
 
     def choose(self, device_bytes: int, num_segments: int) -> LaunchConfig:
-        """The configuration for a pack of so many bytes in so many segments."""
+        """The configuration for a pack of `device_bytes` bytes in `num_segments` segments."""
         group = size_class(device_bytes, num_segments)
         return self.by_class.get(group.name, group.default)
 
@@ -56,27 +56,27 @@ class ConfigTable:
 
 
 def load_configs(gpu_name: str, path: str | os.PathLike[str] | None = None) -> ConfigTable:
-    """The configurations for a GPU: the defaults, over them the shipped file, over that the user's own.
+    """The configurations for a GPU: the defaults, overridden by the shipped file, then by the user's file.
 
     Parameters
     ----------
     gpu_name
-        As `torch.cuda.get_device_name` has it; a file counts for exactly this name.
+        As `torch.cuda.get_device_name` returns it; a file applies to exactly this name.
     path
-        The user's file, from `python -m spanpack.tune`; by default what the environment variable ``SPANPACK_TUNED``
-        names, if it is set.
+        The user's file, from `python -m spanpack.tune`; by default the file that the environment variable
+        ``SPANPACK_TUNED`` names, if it is set.
 
     Returns
     -------
     ConfigTable
         Nothing is raised: a file that is missing, malformed, or was tuned for another GPU or another minor version of
-        Triton is left aside, the user's with one warning. Where only the defaults are left, one line says so.
+        Triton is ignored, the user's with one warning. If only the defaults are left, one log line says so.
     """
     path = path or os.environ.get(USER_FILE_VARIABLE, "").strip() or None
     table = ConfigTable()
     shipped = SHIPPED_FILES / tuned_file_name(gpu_name)
     if shipped.is_file():
-        table = _overlay(table, shipped, gpu_name, stale_level=logging.INFO)  # nothing that a user could mend
+        table = _overlay(table, shipped, gpu_name, stale_level=logging.INFO)  # the user can't fix a shipped file
     if path is not None:
         table = _overlay(table, Path(path).expanduser(), gpu_name, stale_level=logging.WARNING)
     if table.source == "defaults":
@@ -114,13 +114,13 @@ def _why_stale(tuned: Tuned, gpu_name: str) -> str | None:
 
 
 def triton_version() -> str:
-    """Version of the installed Triton; ``"none"`` where it can't be imported."""
+    """Version of the installed Triton; ``"none"`` if it can't be imported."""
     try:
         return str(importlib.import_module("triton").__version__)
     except Exception:  # noqa: BLE001 - a broken installation can raise anything on import
         return "none"
 
 
-@lru_cache(maxsize=256)  # says each thing once, however many packers there are
+@lru_cache(maxsize=256)  # logs each message once, however many packers there are
 def _log_once(level: int, message: str) -> None:
     logger.log(level, "spanpack: %s", message)

@@ -1,8 +1,8 @@
 """The hot path on a CUDA or ROCm device: one launch, one copy, two events.
 
-Host cost of its parts on an H200 host, in microseconds: launch 5.0, copy 1.8, record 1.0 each, stream wait 0.9.
+Host cost of the parts on an H200 host, in microseconds: launch 5.0, copy 1.8, record 1.0 each, stream wait 0.9.
 Everything else (descriptor upload, allocation, waiting for a slab) happens only when something has changed. Between two
-packs lies a whole step of the engine, which leaves nothing of this in the processor's caches: what counts is how many
+packs, a whole step of the engine evicts this code and its data from the CPU caches, so the cost depends on how many
 functions and objects a pack touches.
 """
 
@@ -46,7 +46,7 @@ class CudaEngine:
     runtime
         The device's streams, events and copies.
     pool
-        Pinned memory.
+        Pinned slabs.
     fallbacks
         Where slower paths are counted.
     launcher
@@ -54,7 +54,7 @@ class CudaEngine:
     configs
         How packs of each size are launched.
     overflow
-        Where bytes go from pinned slabs that are crowded.
+        Pageable slabs that take the bytes of crowded pinned slabs.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class CudaEngine:
         self.configs = configs or ConfigTable()
         self.pool = pool
         self.overflow = overflow
-        self.staging = HostPool(_STAGING_BUDGET_BYTES, pin=pool.pin)  # of descriptors on their way to the device
+        self.staging = HostPool(_STAGING_BUDGET_BYTES, pin=pool.pin)  # for descriptors on their way to the device
         self.ring = DeviceRing(runtime)
         self.late = LateCopies()
         self.launcher = launcher
         self.fallbacks = fallbacks
         self.launches = self.copies = self.direct_stores = self.uploads = self.copied_bytes = 0
-        self.passes_runs = True  # to the kernel, where there are few
+        self.passes_runs = True  # whether plans with few runs pass them as kernel arguments
         self.residents: dict[Plan, Resident] = {}
         self._device_index = runtime.device.index
         self._current_device = runtime.current_device
@@ -99,7 +99,7 @@ class CudaEngine:
         host = host or self.pool.acquire(plan.slab_bytes)
         if host is None:
             return self._run_late(plan, leaves, resident, stream)
-        lease = host.lease(plan.slab_bytes)  # from here on an error gives the slab back
+        lease = host.lease(plan.slab_bytes)  # from here on an error returns the slab to its shelf
         if resident is not None and resident.direct:
             flight = self._store(plan, leaves, resident, host, stream)
         else:
@@ -121,14 +121,14 @@ class CudaEngine:
         device: DeviceSlab,
         stream: int,
     ) -> Flight:
-        """Gather into the device slab, and have the copy engine bring it to the pinned slab."""
+        """Gather into the device slab, and let the copy engine copy it to the pinned slab."""
         flight = host.flight = device.flight = Flight(host.events or host.make_events(self.runtime.make_event))
         device.turn = self.copies
         try:
             self._gather(plan, leaves, resident, device, stream, flight)
             self.runtime.copy_to_host(flight, host.address, device.address, plan.device_bytes, stream)
         except BaseException:
-            # Both slabs may still be in use by what was queued, now or before: the flight has to end behind it.
+            # Work queued now or before may still use both slabs: the flight must end after it.
             with suppress(RuntimeError):
                 self.runtime.copy_to_host(flight, host.address, device.address, plan.device_bytes, stream)
             raise
@@ -137,11 +137,11 @@ class CudaEngine:
         return flight
 
     def _store(self, plan: Plan, leaves: Sequence[Tensor], resident: Resident, host: HostSlab, stream: int) -> Flight:
-        """The kernel stores into the pinned slab, which the device has mapped: no device slab and no copy."""
+        """Gather straight into the pinned slab, which is mapped into the device: no device slab and no copy."""
         flight = host.flight = Flight(host.events or host.make_events(self.runtime.make_event))
         try:
             self._gather(plan, leaves, resident, host, stream, flight)
-        finally:  # also where it failed: what was queued may still write
+        finally:  # also on failure: queued work may still write
             self.runtime.mark_landed(flight, stream)
         self.direct_stores += 1
         return flight
@@ -155,7 +155,7 @@ class CudaEngine:
         stream: int,
         flight: Flight,
     ) -> None:
-        """Queue the gather into a slab; by torch copies if there is no resident."""
+        """Queue the gather into a slab, with torch copies if there is no resident."""
         if resident is None:
             assert isinstance(slab, DeviceSlab)
             gather_torch(plan, leaves, slab.tensor)
@@ -164,19 +164,19 @@ class CudaEngine:
         table = resident.table
         try:
             if (table is None or table.known != addresses) and 0 in addresses:
-                check_memory(leaves, plan.use.kernel)  # was there at the first pack, but may have gone since
+                check_memory(leaves, plan.use.kernel)  # was there at the first pack, but may have been freed since
             if table is not None and table.update(addresses, stream, flight):
                 self.uploads += 1
             resident.launch(slab.address, stream, addresses)
-        except BaseException as error:  # an interrupt from the keyboard as well
-            self.residents.pop(plan, None)  # what the device has of it is not known any more
+        except BaseException as error:  # KeyboardInterrupt as well
+            self.residents.pop(plan, None)  # the state of its descriptors on the device is unknown now
             if table is None and isinstance(error, Exception) and not isinstance(error, LeafError):
                 self._give_up_passing_runs(error)
             raise
         resident.turn = self.launches = self.launches + 1
 
     def _make_resident(self, plan: Plan, leaves: Sequence[Tensor], passes_runs: bool) -> Resident | None:
-        """Check what a kernel would read and bring the plan's descriptors into being; None to gather with torch."""
+        """Check the leaves that the kernel would read and make the plan's resident; None to gather with torch."""
         for index in plan.use.kernel:
             if leaves[index].device != self.runtime.device:
                 raise wrong_device(f"leaf {index}", leaves[index].device, self.runtime.device)
@@ -197,15 +197,15 @@ class CudaEngine:
         except torch.cuda.OutOfMemoryError:
             self.fallbacks.note("descriptors", "no device memory for descriptors; gathering with torch copies")
             return None
-        except Exception as error:  # noqa: BLE001 - whatever a compiler, a driver or a read-only cache may raise
+        except Exception as error:  # noqa: BLE001 - a compiler, a driver or a read-only cache may raise anything
             if not passes_runs or plan.passed_runs is None:
                 self._give_up_triton(error)
                 return None
             made = self._make_resident(plan, leaves, passes_runs=False)
-            if made is not None:  # so it was that kernel alone
+            if made is not None:  # so only the kernel with passed runs failed
                 self._give_up_passing_runs(error)
             return made
-        if len(self.residents) >= _MAX_RESIDENT:  # a quarter at once: sorting them for every new plan would cost more
+        if len(self.residents) >= _MAX_RESIDENT:  # drop a quarter at once: sorting for every new plan would cost more
             by_use = sorted(self.residents, key=lambda old: self.residents[old].turn)
             for old in by_use[: _MAX_RESIDENT // 4]:
                 del self.residents[old]
@@ -225,14 +225,14 @@ class CudaEngine:
 
     def _without_launcher(self) -> None:
         self.launcher = None
-        self._without_direct_store()  # torch would store leaf by leaf, and block
+        self._without_direct_store()  # torch copies would store leaf by leaf, and block
 
     def _without_direct_store(self) -> None:
         self.configs = replace(self.configs, direct_store_bytes=0)
         self.residents.clear()
 
     def _run_late(self, plan: Plan, leaves: Sequence[Tensor], resident: Resident | None, stream: int) -> Snapshot:
-        """Without a pinned slab: the bytes wait in a device slab of their own until the snapshot is waited for."""
+        """Run without a pinned slab: the bytes stay in a separate device slab until the snapshot is waited for."""
         refusal = self.pool.refusal
         why = (
             f"pinned memory refused by the system ({refusal})"
@@ -254,7 +254,7 @@ class CudaEngine:
         flight = device.flight
         try:
             self._gather(plan, leaves, resident, device, stream, flight)
-        finally:  # also where it failed: what was queued may still read the descriptors
+        finally:  # also on failure: queued work may still read the descriptors
             self.runtime.mark_landed(flight, stream)
         self.copies += 1
         self.copied_bytes += plan.device_bytes
@@ -266,7 +266,7 @@ class CudaEngine:
     def _run_leaf_by_leaf(
         self, plan: Plan, leaves: Sequence[Tensor], lease: memoryview, host: HostSlab | None, stream: int
     ) -> Snapshot:
-        """Without device memory: torch copies each leaf to the host; blocks where that is pageable memory."""
+        """Run without device memory: torch copies each leaf to the host; blocks if that is pageable memory."""
         self.fallbacks.note("device memory", "no device memory for a slab; copying leaf by leaf")
         if host is None:
             flight = Flight(Events.make(self.runtime.make_event))
@@ -281,7 +281,7 @@ class CudaEngine:
     def _with_extras(
         self, plan: Plan, leaves: Sequence[Tensor], lease: memoryview, flight: Flight, host: HostSlab | None
     ) -> Snapshot:
-        """A snapshot to which leaves on the host and opaque ones belong."""
+        """Make the snapshot of a pack that may have leaves on the host and opaque leaves."""
         if plan.host_copies:
             gather_host(plan, leaves, _bytes(lease))
         opaque = copy_opaque(plan, leaves, self.fallbacks)
@@ -291,30 +291,30 @@ class CudaEngine:
         """Allocate device slabs for `slabs` packs of `nbytes` in flight."""
         with self.runtime.as_current():
             self.ring.reserve(nbytes, slabs)
-            # Until their zeros are there they count as in use, and the first packs would have more allocated.
+            # Slabs count as in use until they are zeroed; without this wait the first packs would allocate more.
             self.runtime.synchronize_current()
 
     def warmup(self) -> None:
-        """Compile, launch and check every configuration that a pack can be given, and each way to the host."""
+        """Compile, launch and check every configuration that a pack can get, and each transport to the host."""
         with self.runtime.as_current():
             if self.launcher is not None:
                 try:
                     for config in self.configs.configs:
                         self_test(self, config)
-                except Exception as error:  # noqa: BLE001 - as when a plan is first launched
+                except Exception as error:  # noqa: BLE001 - as in _make_resident
                     self._give_up_triton(error)
             if self.launcher is not None:
                 try:
                     for config in self.configs.configs:
                         self_test_of_runs(self, config)
-                except Exception as error:  # noqa: BLE001 - the same
+                except Exception as error:  # noqa: BLE001 - as in _make_resident
                     self._give_up_passing_runs(error)
             if self.configs.direct_store_bytes:
                 try:
                     self_test(self, self.configs.configs[0], direct=True)
                     if self.passes_runs:
                         self_test_of_runs(self, self.configs.configs[0], direct=True)
-                except Exception as error:  # noqa: BLE001 - whatever a driver may raise
+                except Exception as error:  # noqa: BLE001 - a driver may raise anything
                     self.fallbacks.note(
                         "direct store failed", f"the kernel can't store into pinned memory ({error}); copying all packs"
                     )
@@ -329,4 +329,4 @@ class CudaEngine:
 
 
 def _bytes(lease: memoryview) -> Tensor:
-    return torch.frombuffer(lease, dtype=torch.uint8)  # holds the lease itself, where NumPy would take a new view
+    return torch.frombuffer(lease, dtype=torch.uint8)  # keeps the lease itself alive; NumPy would take a new view

@@ -1,4 +1,4 @@
-"""Device tables: what the kernel has to look up, for plans of which not all fits among its arguments."""
+"""Device tables: descriptors in device memory, for plans that do not fit in the kernel's arguments."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .tiles import make_tiles
 class DeviceTable:
     """Descriptors of one plan: ``[num_stored] int64`` addresses, then ``[num_tiles, 6] int64`` tiles.
 
-    The addresses of a few leaves are passed with each launch instead; then none is stored. Written on the producing
-    stream, behind the kernels that still read what was there before.
+    For a few leaves, each launch passes the addresses instead, and none is stored. The table is written on the
+    producing stream, after the kernels that still read its previous content.
 
     Parameters
     ----------
     plan, config
-        What is launched, and how.
+        The plan and its launch configuration.
     runtime
-        Of the device.
+        Runtime of the device.
     staging
-        Pinned memory for descriptors on their way.
+        Pinned memory for descriptors on their way to the device.
 
     Attributes
     ----------
@@ -39,10 +39,10 @@ class DeviceTable:
     num_tiles, tiles
         How many tiles there are, and their device address.
     addresses
-        Device address of the stored addresses; None where launches pass them.
+        Device address of the stored leaf addresses; None if launches pass them.
     known
-        Addresses that are on the device now: ``()`` before the first upload. None if the table stores no addresses and
-        its tiles are uploaded, so that nothing in it will ever change.
+        Leaf addresses that are on the device now; ``()`` before the first upload. None if the table stores no addresses
+        and its tiles are uploaded: its content never changes again.
     """
 
     __slots__ = (
@@ -78,38 +78,38 @@ class DeviceTable:
         self._staging = staging
         self._shelf = staging.shelf(8 * self._stored)
         self._pack = struct.Struct(f"{self._stored}q")
-        self._stream = runtime.current_stream()  # that reads and writes it; at first the one it was allocated on
-        self._flight: Flight | None = None  # of the last pack that reads it
+        self._stream = runtime.current_stream()  # last stream that used the table; at first the allocating one
+        self._flight: Flight | None = None  # flight of the last pack that reads the table
 
     def update(self, addresses: tuple[int, ...], stream: int, flight: Flight) -> bool:
-        """Have everything there for a launch on `stream`; whether something had to be uploaded.
+        """Upload what a launch on `stream` needs and the device lacks; returns whether anything was uploaded.
 
-        An error leaves open what is there: the table is not to be used again.
+        After an error the content of the table is undefined: do not use it again.
 
         Parameters
         ----------
         addresses
-            Of all leaves.
+            Addresses of all leaves.
         stream
-            Raw handle.
+            Raw handle of the stream.
         flight
-            Of the pack that is about to be launched.
+            Flight of the pack that is about to be launched.
         """
         if self._stream != stream:
             self._change_stream(stream)
         self._flight = flight
         if self.known is None or self.known == addresses:
             return False
-        nbytes = self._pack.size if self._upload is None else self._upload.nbytes  # later only new addresses
+        nbytes = self._pack.size if self._upload is None else self._upload.nbytes  # after the first time only addresses
         slab = self._shelf.take() if self.known else None
         slab = slab or self._staging.acquire(nbytes)
         if slab is None:
             pageable = np.empty(nbytes, dtype=np.uint8)
             self._write(pageable.data, addresses)
-            with torch.inference_mode():  # torch guards a buffer that was made in it
+            with torch.inference_mode():  # a buffer made in it can't be written outside of it
                 self._runtime.upload_pageable(self.buffer[:nbytes], torch.from_numpy(pageable))
         else:
-            slab.flight = flight  # not written again before this pack has landed
+            slab.flight = flight  # so that it is not reused before this pack has landed
             slab.shelf.idle.append(slab)
             self._write(slab.view, addresses)
             self._runtime.upload(self.buffer.data_ptr(), slab.address, nbytes, stream)
@@ -117,7 +117,7 @@ class DeviceTable:
         return True
 
     def _write(self, target: memoryview, addresses: tuple[int, ...]) -> None:
-        """Put what the device lacks into `target`."""
+        """Write the descriptors that the device lacks to `target`."""
         if self._upload is not None:
             target[: self._upload.nbytes] = self._upload.view(np.uint8).data
             self._upload = None
@@ -125,10 +125,10 @@ class DeviceTable:
             self._pack.pack_into(target, 0, *addresses)
 
     def _change_stream(self, stream: int) -> None:
-        """Let it be read and written on another stream than before."""
+        """Let `stream` use the table after the work of the previous stream."""
         if self._flight is not None:
             self._runtime.stream_wait(stream, self._flight.landed)
-        else:  # never launched: its memory is in the order of the stream that it was made on
+        else:  # never launched: its memory is ordered on the stream that it was allocated on
             made = self._runtime.make_event(blocking=False)
             self._runtime.record(made, self._stream)
             self._runtime.stream_wait(stream, made)

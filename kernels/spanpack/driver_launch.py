@@ -1,11 +1,12 @@
-"""Launching a compiled kernel by one call of the CUDA driver, with its parameters in a block of memory.
+"""Launch a compiled kernel by one call of the CUDA driver, with its parameters in one buffer.
 
-Triton's launcher makes two closures, parses forty arguments and gives the GIL up, in every launch. Here the parameters
-that do not change are written once, and a launch writes those that do. The driver is asked where it expects them: a
-kernel for which the answer is not that all are 64 bits wide, one behind the other, is left to Triton's launcher.
+Triton's launcher makes two closures, parses forty arguments and releases the GIL in every launch. Here the constant
+parameters are written once, and a launch writes only those that change. The driver is queried for the parameter layout:
+a kernel whose parameters are not all 64 bits wide and contiguous is left to Triton's launcher.
 
-Together with `prepared` it takes 6 % of the time of a small pack in quick succession, 6 to 13 % with cold caches; of a
-Thinker's decode step 3 % (H200, against `cudaMemcpyBatchAsync` in the same runs). Alone it takes 8 to 11 us, all cold.
+Together with `prepared` it saves 6 % of the time of a small pack in back-to-back calls, 6 to 13 % with cold caches, and
+3 % of a Thinker's decode step (H200, relative to `cudaMemcpyBatchAsync` in the same runs). By itself it saves 8 to
+11 us with all caches cold.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from .prepared import pointer, prepare_function, size
 # Takes the handle of the stream and the parameters that change; returns the driver's error code.
 DriverLaunch = Callable[..., int]
 
-# CUlaunchConfig of the CUDA driver API: dimensions of grid and blocks, shared memory; stream; attributes, their number.
+# CUlaunchConfig of the CUDA driver API: grid and block dimensions, shared memory; stream; attributes, their number.
 _CONFIG = struct.Struct("@7I4xQQQ")
 _STREAM_AT = 32
-# Options of cuLaunchKernelEx (cuda.h, CU_LAUNCH_PARAM_*): where the parameters are, how many bytes, no more options.
+# Options of cuLaunchKernelEx (cuda.h, CU_LAUNCH_PARAM_*): parameter buffer, its size in bytes, end of the options.
 _BUFFER, _BUFFER_SIZE, _END = 1, 2, 0
 _SUCCESS, _INVALID_VALUE = 0, 1
-_MOST_HIDDEN = 2  # parameters that Triton adds behind a kernel's own: two scratch areas, which these kernels don't use
+_MOST_HIDDEN = 2  # parameters that Triton appends to a kernel's own: two scratch areas, which these kernels don't use
 
 
 class DriverKernel:
@@ -40,9 +41,9 @@ class DriverKernel:
     function
         Handle of the kernel.
     num_threads
-        Of a block.
+        Threads per block.
     num_parameters
-        Hidden ones included, which are passed zeros.
+        Number of parameters, including hidden ones, which are set to zero.
     """
 
     def __init__(self, launch: Callable[..., int], function: int, num_threads: int, num_parameters: int) -> None:
@@ -52,21 +53,21 @@ class DriverKernel:
         self._num_parameters = num_parameters
 
     def bind(self, num_blocks: int, num_changing: int, constants: Sequence[int]) -> DriverLaunch:
-        """A launch with all filled in but what changes.
+        """A launch with all parameters bound except those that change.
 
         Parameters
         ----------
         num_blocks
             Size of the grid.
         num_changing
-            How many of the kernel's first parameters each launch is given.
+            Number of leading kernel parameters that each launch is given.
         constants
-            The others.
+            Values of the parameters after those.
 
         Returns
         -------
         callable
-            ``launch(stream, *changing)``; returns the driver's error code, 0 if it went well. Not safe to call from two
+            ``launch(stream, *changing)``; returns the driver's error code, 0 on success. Not safe to call from two
             threads at a time.
         """
         zeros = [0] * (self._num_parameters - num_changing - len(constants))
@@ -90,14 +91,14 @@ class DriverKernel:
 
 
 def load_kernel(compiled: Any, num_arguments: int) -> DriverKernel | None:
-    """A kernel that Triton has compiled and loaded, or None where it is better launched by Triton.
+    """A directly launchable kernel from one that Triton has compiled; None if Triton has to launch it.
 
     Parameters
     ----------
     compiled
         ``triton.compiler.CompiledKernel``, loaded.
     num_arguments
-        Of the kernel, without those that are known when it is compiled.
+        Number of kernel arguments, without compile-time constants.
     """
     try:
         about = compiled.metadata
@@ -116,12 +117,12 @@ def load_kernel(compiled: Any, num_arguments: int) -> DriverKernel | None:
             return None
         num_threads = about.num_warps * about.target.warp_size
         return DriverKernel(_driver()[0], compiled.function, num_threads, num_parameters)
-    except (AttributeError, OSError, TypeError, ctypes.ArgumentError):  # another driver, or another Triton
+    except (AttributeError, OSError, TypeError, ctypes.ArgumentError):  # unexpected version of the driver or of Triton
         return None
 
 
 def _count_parameters(function: int) -> int:
-    """How many parameters a kernel has; -1 where they are not 64 bits each, one behind the other."""
+    """Number of parameters of a kernel; -1 if they are not all 64 bits wide and contiguous."""
     ask = _driver()[1]
     offset, nbytes = ctypes.c_size_t(), ctypes.c_size_t()
     given = pointer(ctypes.addressof(offset)), pointer(ctypes.addressof(nbytes))
@@ -135,5 +136,5 @@ def _count_parameters(function: int) -> int:
 
 @lru_cache(maxsize=1)
 def _driver() -> tuple[Any, Any]:
-    library = ctypes.PyDLL("libcuda.so.1")  # keeps the GIL, as the runtime's calls do
+    library = ctypes.PyDLL("libcuda.so.1")  # keeps the GIL, as in _runtime
     return prepare_function(library, "cuLaunchKernelEx"), prepare_function(library, "cuFuncGetParamInfo")

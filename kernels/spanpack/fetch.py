@@ -1,4 +1,4 @@
-"""Single tensors to the host, for what must not wait behind a payload: one copy of its own, nothing gathered."""
+"""Copies of single tensors to the host, for data that must not wait behind a payload: one copy each, no gather."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _BUDGET_BYTES = 1 << 24
 
 
 class Fetcher:
-    """Copies whole tensors to pinned memory on a stream, behind what the current stream has queued.
+    """Copies whole tensors to pinned memory on a copy stream, after the work queued on the current stream.
 
-    As ``tensor.to("cpu", non_blocking=True)`` on another stream does, for a tenth of its host time: no stream context,
-    no new event, no pinned allocation once the slabs are there. Safe to call from several threads.
+    Does what ``tensor.to("cpu", non_blocking=True)`` on another stream does, in a tenth of its host time: no stream
+    context, no new event, no pinned allocation once the slabs exist. Safe to call from several threads.
 
     Parameters
     ----------
     device
         Where the tensors are: a CUDA or ROCm device.
     copy_stream
-        For the copies; by default one of its own.
+        Stream for the copies; by default a new one.
     slabs
-        Most tensors of one size class (64 KiB, 128 KiB and so on) alive on the host at a time.
+        Maximum number of fetched tensors of one size class (64 KiB, 128 KiB and so on) alive at a time.
 
     Raises
     ------
     DeviceError
-        It can't serve that device, or there is none of that name.
+        The device can't be served, or does not exist.
     """
 
     def __init__(
@@ -53,18 +53,18 @@ class Fetcher:
         Parameters
         ----------
         source
-            Contiguous, not empty, on the fetcher's device. Keep it, and leave it as it is, until `Fetched.landed`: its
-            memory is read from another stream.
+            Contiguous, not empty, on the fetcher's device. Keep it alive and unchanged until `Fetched.landed`: its
+            memory is read on another stream.
 
         Returns
         -------
         Fetched or None
-            None where no slab is free: too many fetched tensors are alive, or pinned memory was refused.
+            None if no slab is free: too many fetched tensors are alive, or pinned memory was refused.
 
         Raises
         ------
         LeafError
-            The tensor is none of that kind.
+            `source` is not such a tensor.
         ClosedError
             The fetcher was closed.
         """
@@ -81,13 +81,13 @@ class Fetcher:
             slab = self._pool.acquire(nbytes)
             if slab is None:
                 return None
-            lease = slab.lease(nbytes)  # from here on an error gives the slab back
+            lease = slab.lease(nbytes)  # from here on an error returns the slab to its shelf
             flight = slab.flight = Flight(slab.events or slab.make_events(runtime.make_event))
             copy = flight, slab.address, source.data_ptr(), nbytes, runtime.current_stream()
             try:
                 runtime.copy_to_host(*copy)
             except BaseException:
-                with suppress(RuntimeError):  # what was queued may still write: the flight has to end behind it
+                with suppress(RuntimeError):  # queued work may still write: the flight must end after it
                     runtime.copy_to_host(*copy)
                 raise
         host = torch.frombuffer(lease, dtype=source.dtype).view(source.shape)
@@ -95,18 +95,18 @@ class Fetcher:
 
     @property
     def pinned_bytes(self) -> int:
-        """Pinned memory that it holds."""
+        """Pinned memory held, in bytes."""
         return self._pool.held_bytes
 
     def close(self) -> None:
-        """Wait for the copies in flight and drop the memory; tensors that exist stay valid. Harmless when repeated."""
+        """Wait for the copies in flight and free the memory; fetched tensors stay valid. May be called repeatedly."""
         with self._lock:
             self._closed = True
             self._pool.close()
 
 
 def _is_plain(source: Tensor, device: torch.device) -> bool:
-    """Whether a tensor is one run of memory that holds just what reading the tensor yields."""
+    """Whether a tensor is one run of memory that holds exactly the tensor's values."""
     return (
         isinstance(source, Tensor)
         and source.device == device

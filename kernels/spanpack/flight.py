@@ -1,4 +1,4 @@
-"""Flights: a pack on its way, and the two events that tell how far it is."""
+"""Flights: a pack on its way to the host, and the two events that mark its progress."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .prepared import pointer
 
 
 class Events(NamedTuple):
-    """The two events of a flight. Made once per pinned slab, since making an event costs seven times a record.
+    """The two events of a flight, made once per pinned slab, since making an event costs seven times a record.
 
     Attributes
     ----------
     packed
-        The gather has read every leaf.
+        Complete once the gather has read every leaf.
     landed
-        The slab's bytes are on the host. Waiting for it sleeps rather than spins.
+        Complete once the slab's bytes are on the host. Waiting for it sleeps rather than spins.
     packed_handle, landed_handle
-        Their raw handles, as arguments for a function that takes prepared ones.
+        Their raw handles as prepared arguments, see `prepare_function`.
     """
 
     packed: Event
@@ -31,7 +31,7 @@ class Events(NamedTuple):
 
     @classmethod
     def make(cls, make_event: Callable[..., Event]) -> Events:
-        """Make a pair; `make_event` takes ``blocking``."""
+        """Make both events; `make_event` takes the keyword ``blocking``."""
         packed, landed = make_event(blocking=False), make_event(blocking=True)
         return cls(packed, landed, pointer(packed.cuda_event), pointer(landed.cuda_event))
 
@@ -42,10 +42,10 @@ class Fetched(NamedTuple):
     Attributes
     ----------
     tensor
-        On the host, in pinned memory that is used again once this tensor and its views have died. Not to be read before
-        `landed` has been waited for.
+        The tensor on the host, in pinned memory that is reused once this tensor and its views have died. Do not read it
+        before waiting for `landed`.
     landed
-        Recorded behind the copy; ``landed.synchronize()`` sleeps until the bytes are there.
+        Recorded after the copy; ``landed.synchronize()`` sleeps until the bytes are there.
     """
 
     tensor: Tensor
@@ -55,14 +55,14 @@ class Fetched(NamedTuple):
 class Flight:
     """One pack on its way from the leaves to the host.
 
-    Its events are recorded again only for a later pack into the same slab, which is only begun once this one is done.
+    Its events are recorded again only for a later pack into the same slab, which starts only once this one is done.
 
     Attributes
     ----------
     events
-        What it is followed by.
+        The events that mark its progress.
     done
-        The host has seen `landed`; from then on no runtime call is needed to ask.
+        Whether the host has seen `landed` complete; from then on no runtime call is needed to check.
     """
 
     __slots__ = ("done", "events")

@@ -1,6 +1,6 @@
-"""Gather: fill a slab from leaves, as a plan says. By the Triton kernel, and the torch reference beside it.
+"""Gather: fill a slab from leaves according to a plan, by the Triton kernel or the torch reference.
 
-Both have the signature ``gather(plan, leaves, slab)`` and leave the same bytes; bytes between columns are not written.
+Both have the signature ``gather(plan, leaves, slab)`` and write the same bytes; gaps between columns are not written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .segments import MOST_PASSED, PassedRun
 from .stats import Fallbacks
 from .tiles import make_tiles
 
-# Stands for an address that is not there. Triton gives an integer 64 bits only where its value needs them.
+# Placeholder for an unused address. It needs more than 32 bits, as Triton passes smaller integers as 32 bits.
 NO_ADDRESSES = ((1 << 40) + 1,) * MOST_PASSED
 
 
@@ -31,7 +31,7 @@ def gather_torch(plan: Plan, leaves: Sequence[Tensor], slab: Tensor) -> None:
     plan
         What goes where.
     leaves
-        As the plan was made for.
+        Leaves like those that the plan was made for.
     slab
         ``[>= plan.device_bytes] uint8`` on the leaves' device.
     """
@@ -39,7 +39,7 @@ def gather_torch(plan: Plan, leaves: Sequence[Tensor], slab: Tensor) -> None:
 
 
 def gather_host(plan: Plan, leaves: Sequence[Tensor], slab: Tensor) -> None:
-    """Copy the leaves that are on the CPU already into their part of a host slab, ``[plan.slab_bytes] uint8``."""
+    """Copy the leaves that are already on the CPU into their part of a host slab, ``[plan.slab_bytes] uint8``."""
     _copy_rows(plan, plan.host_copies, leaves, slab)
 
 
@@ -64,8 +64,8 @@ def _copy_rows(plan: Plan, copies: Sequence[RowCopy], leaves: Sequence[Tensor], 
 def _plain(leaf: Tensor) -> Tensor:
     """A leaf without pending conjugation or negation.
 
-    As a whole, whatever rows of it are packed: which zero torch makes of a negated zero depends on where it stands in a
-    vector, and all backends must yield the same bytes.
+    The whole leaf is resolved, whichever of its rows are packed: the sign that torch gives a negated zero depends on
+    its position in a vector, and all backends must yield the same bytes.
     """
     return leaf.detach().resolve_conj().resolve_neg()
 
@@ -77,14 +77,14 @@ def _column_of(slab: Tensor, column: Column) -> Tensor:
 def gather_triton(plan: Plan, leaves: Sequence[Tensor], slab: Tensor, config: LaunchConfig | None = None) -> None:
     """Fill the device part of a slab with one kernel launch on the current stream.
 
-    Uploads the plan's tiles, if it has too many runs to be passed, for this call; `Packer` keeps them on the device.
+    If the plan has too many runs to be passed, every call uploads its tiles; `Packer` keeps them on the device.
 
     Parameters
     ----------
     plan
-        What goes where. Leaves that it does not read in place (`Route.STAGED`) are made contiguous here.
+        What goes where. Leaves that can't be read in place (`Route.STAGED`) are made contiguous first.
     leaves
-        As the plan was made for.
+        Leaves like those that the plan was made for.
     slab
         ``[>= plan.device_bytes] uint8`` on the leaves' device, aligned to 16 bytes.
     config
@@ -127,12 +127,12 @@ def gather_triton(plan: Plan, leaves: Sequence[Tensor], slab: Tensor, config: La
 
 
 def padded(addresses: tuple[int, ...]) -> tuple[int, ...]:
-    """Up to `MOST_PASSED` addresses as the kernel's arguments, whose number is fixed."""
+    """Up to `MOST_PASSED` addresses, padded to the fixed number of kernel arguments."""
     return (addresses + NO_ADDRESSES)[:MOST_PASSED]
 
 
 class RunArguments:
-    """What the kernel is told of a few runs.
+    """Kernel arguments that describe a few runs.
 
     Attributes
     ----------
@@ -141,7 +141,7 @@ class RunArguments:
     constants
         Arguments that do not change from step to step: lengths, destinations, ends.
     sources
-        Takes the addresses of all leaves, returns the arguments that do: the first byte of each run.
+        Takes the addresses of all leaves; returns the arguments that change: the address of each run's first byte.
     """
 
     def __init__(self, runs: Sequence[PassedRun], tile_bytes: int) -> None:
@@ -158,12 +158,12 @@ class RunArguments:
         def sources(addresses: tuple[int, ...]) -> tuple[int, ...]:
             return padded(tuple([addresses[leaf] + source for leaf, source in places]))
 
-        each_leaf = places == [(leaf, 0) for leaf in range(len(runs))]  # as it is in most steps
+        each_leaf = places == [(leaf, 0) for leaf in range(len(runs))]  # the case in most steps
         self.sources: Callable[[tuple[int, ...]], tuple[int, ...]] = padded if each_leaf else sources
 
 
 def stage(plan: Plan, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves as the kernel may read them: those that are not contiguous within their rows, copied."""
+    """The leaves as the kernel can read them: those of `Route.STAGED` are replaced by contiguous copies."""
     check_memory(leaves, plan.use.kernel)
     read = [leaf.detach() for leaf in leaves]
     for index in plan.use.staged:
@@ -172,7 +172,7 @@ def stage(plan: Plan, leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def addresses_of(plan: Plan, leaves: Sequence[Tensor]) -> tuple[int, ...]:
-    """What the kernel has to know of the leaves; 0 for those that it does not read, which may have no address."""
+    """Addresses of the leaves; 0 for those that the kernel does not read, which may have no address."""
     return tuple(
         leaf.data_ptr() if route in (Route.KERNEL, Route.STAGED) else 0
         for leaf, route in zip(leaves, plan.use.routes, strict=True)
@@ -180,7 +180,7 @@ def addresses_of(plan: Plan, leaves: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def check_memory(leaves: Sequence[Tensor], indices: Sequence[int]) -> None:
-    """Raise a LeafError for a leaf that looks like any other but has nothing that could be read."""
+    """Raise a LeafError for a leaf that has elements but no memory to read them from."""
     for index in indices:
         leaf = leaves[index]
         if leaf.numel() and not leaf.data_ptr():
@@ -193,7 +193,7 @@ def check_memory(leaves: Sequence[Tensor], indices: Sequence[int]) -> None:
 
 
 def _is_freed(leaf: Tensor) -> bool:
-    """Whether a tensor that has no memory had some once."""
+    """Whether a tensor that has no memory had memory before."""
     try:
         return leaf.untyped_storage().nbytes() == 0
     except (RuntimeError, NotImplementedError):  # it never had a storage
@@ -204,7 +204,7 @@ _NARROW = {getattr(torch, f"{kind}{bits}", None) for kind in ("int", "uint") for
 
 
 def why_unpackable(leaf: Tensor) -> str | None:
-    """What keeps a leaf from being moved as bytes, and what to do about it; None if nothing does."""
+    """Why a leaf can't be packed, and what to do about it; None if it can."""
     if leaf.is_nested:
         return "is a nested tensor; give the list of its parts, leaf.unbind()"
     if leaf.dtype in _NARROW:
@@ -213,7 +213,7 @@ def why_unpackable(leaf: Tensor) -> str | None:
         return None
     try:
         has_memory = leaf.data_ptr() != 0
-    except (RuntimeError, NotImplementedError):  # a tensor in the middle of a transformation, or one that is traced
+    except (RuntimeError, NotImplementedError):  # inside a function transform such as vmap, or traced
         has_memory = False
     if has_memory:
         return None
@@ -223,28 +223,28 @@ def why_unpackable(leaf: Tensor) -> str | None:
 
 
 class OpaqueCopy:
-    """A copy of a leaf that is moved as an object: on its device, until it is fetched."""
+    """A copy of a leaf that is moved as an object; it stays on the leaf's device until it is fetched."""
 
     def __init__(self, leaf: Tensor) -> None:
         self._copy = leaf.detach().clone()
         self._made: torch.cuda.Event | None = None
-        if leaf.device.type == "cuda":  # whoever fetches it may be on another stream
+        if leaf.device.type == "cuda":  # the thread that fetches it may use another stream
             self._made = torch.cuda.Event(blocking=True)
             self._made.record(torch.cuda.current_stream(leaf.device))
 
     def is_done(self) -> bool:
-        """Whether the copy on the device is made; never blocks."""
+        """Whether the copy on the device is complete; never blocks."""
         return self._made is None or self._made.query()
 
     def fetch(self) -> Tensor:
-        """The copy, on the host."""
+        """Wait for the copy on the device and return it on the host."""
         if self._made is not None:
             self._made.synchronize()
         return self._copy.cpu()
 
 
 def copy_opaque(plan: Plan, leaves: Sequence[Tensor], fallbacks: Fallbacks) -> dict[int, OpaqueCopy]:
-    """Copies of the leaves that are moved as objects, by leaf; counted."""
+    """Copies of the leaves that are moved as objects, by leaf index; counted as a fallback."""
     if not plan.use.has_opaque:
         return {}
     fallbacks.note("opaque", "sparse and quantized leaves are copied one by one, as objects")
@@ -271,7 +271,7 @@ def load_kernels() -> Any:
     Raises
     ------
     UnavailableError
-        It can't be imported.
+        The module can't be imported.
     """
     try:
         from . import _kernels as kernels  # noqa: PLC0415 - spanpack works without Triton

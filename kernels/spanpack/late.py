@@ -1,4 +1,4 @@
-"""Late copies: what found no pinned slab stays on the device until somebody wants it, and not too much of it."""
+"""Late copies: packs without a pinned slab, a bounded number of which stay on the device until waited for."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ MOST_WAITING = 8
 
 
 class LateCopy:
-    """The device part of one pack, in device memory of its own; brought to pageable memory when it is asked for.
+    """The device part of one pack, in its own device memory; copied to pageable memory on demand.
 
     Parameters
     ----------
     runtime
-        Copies it.
+        Makes the copy.
     array
-        Where it goes: pageable, ``[slab_bytes] uint8``.
+        Destination, pageable, ``[slab_bytes] uint8``.
     packed
         Device memory, ``[device_bytes] uint8``, that the gather has written once `flight` is done.
     flight
-        See there.
+        Flight of the gather.
     """
 
     __slots__ = ("__weakref__", "_array", "_flight", "_lock", "_packed", "_runtime")
@@ -40,12 +40,12 @@ class LateCopy:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory that it still holds."""
+        """Device memory still held, in bytes."""
         packed = self._packed
         return 0 if packed is None else packed.nbytes
 
     def fetch(self) -> memoryview:
-        """The bytes on the host. The first call copies them and frees the device memory; safe from any thread."""
+        """The bytes on the host; the first call copies them and frees the device memory. Safe from any thread."""
         with self._lock:
             packed = self._packed
             if packed is not None:
@@ -56,14 +56,14 @@ class LateCopy:
 
 
 class LateCopies:
-    """Keeps device memory bounded: of the late copies that somebody may still ask for, only so many wait at a time."""
+    """Bounds the device memory of late copies: of those still referenced, at most `most` wait at a time."""
 
     def __init__(self, most: int = MOST_WAITING) -> None:
         self._most = most
         self._waiting: tuple[weakref.ref[LateCopy], ...] = ()  # oldest first; dropped snapshots do not count
 
     def make_room(self) -> bool:
-        """Where the bound is reached, bring the oldest to the host, which blocks; whether that was so."""
+        """If the bound is reached, copy the oldest to the host, which blocks; returns whether it was reached."""
         waiting = [copy for copy in self._alive() if copy.device_bytes]
         full = len(waiting) >= self._most
         if full:
@@ -72,12 +72,12 @@ class LateCopies:
         return full
 
     def add(self, copy: LateCopy) -> None:
-        """Count one in."""
+        """Add a late copy to those that wait."""
         self._waiting = (*self._waiting, weakref.ref(copy))
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of all of them."""
+        """Device memory of all late copies, in bytes."""
         return sum(copy.device_bytes for copy in self._alive())
 
     def _alive(self) -> list[LateCopy]:

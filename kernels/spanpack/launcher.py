@@ -1,4 +1,4 @@
-"""The launcher: compiled kernels with all but a few of their arguments filled in."""
+"""The launcher: compiled kernels with all but a few of their arguments bound."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .driver_launch import DriverKernel, load_kernel
 from .gather import NO_ADDRESSES, RunArguments, load_kernels, padded
 from .segments import PassedRun
 
-# What a `Launcher` binds: takes the address of the slab, the handle of the stream and the leaves' addresses.
+# A launch that a `Launcher` has bound: takes the slab's address, the stream's handle and the leaves' addresses.
 Launch = Callable[[int, int, tuple[int, ...]], None]
 
-_CHANGING = 1 + len(NO_ADDRESSES)  # the slab, then what is read
+_CHANGING = 1 + len(NO_ADDRESSES)  # the slab's address, then the source addresses
 
 
 class _Loaded(NamedTuple):
@@ -24,9 +24,9 @@ class _Loaded(NamedTuple):
     Attributes
     ----------
     run, head
-        Triton's launcher, and the arguments that it wants before the kernel's.
+        Triton's launcher, and the arguments that it takes before the kernel's.
     driver
-        The same kernel for a call of the driver; None where it has to be Triton's launcher.
+        The same kernel for launches by the driver; None if only Triton's launcher can launch it.
     """
 
     run: Callable[..., None]
@@ -35,12 +35,12 @@ class _Loaded(NamedTuple):
 
 
 class Launcher:
-    """Launches compiled kernel objects directly, by the driver where that is possible.
+    """Launches compiled kernels directly, by the driver if possible.
 
     Parameters
     ----------
     device
-        CUDA or ROCm device that is current when anything is bound.
+        CUDA or ROCm device, made current while a kernel is compiled.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class Launcher:
         self._loaded: dict[tuple[str, LaunchConfig], _Loaded] = {}
 
     def bind(self, config: LaunchConfig, num_tiles: int, tiles: int, table: int | None) -> Launch:
-        """A launch of `gather_tiles` with all filled in but what changes; compiles on the first use of a configuration.
+        """A launch of `gather_tiles` with constant arguments bound; compiles at the first use of a configuration.
 
         Parameters
         ----------
@@ -57,16 +57,16 @@ class Launcher:
         num_tiles
             Programs to launch.
         tiles
-            Device address of the tiles, aligned to 16.
+            Device address of the tiles, aligned to 16 bytes.
         table
-            The same of the leaves' addresses. None where each launch passes them: up to `MOST_PASSED` leaves, which
-            then may be elsewhere in every step without anything being copied to the device first.
+            Device address of the leaves' addresses, aligned to 16 bytes. None if each launch passes the addresses, as
+            for up to `MOST_PASSED` leaves: these may then change in every step without an upload.
 
         Returns
         -------
         callable
-            ``launch(slab, stream, addresses)``: address of the slab, aligned to 16, raw handle of the stream, and first
-            byte of each leaf, which counts only without a table.
+            ``launch(slab, stream, addresses)``: address of the slab, aligned to 16 bytes, raw handle of the stream, and
+            addresses of the leaves, used only without a table.
         """
         passed = table is None
         loaded = self._load("passing addresses" if passed else "with a table", config)
@@ -74,13 +74,13 @@ class Launcher:
         return _bind(loaded, num_tiles, sources, (tiles, table or 0), (passed, config.tile_bytes))
 
     def bind_runs(self, config: LaunchConfig, runs: Sequence[PassedRun]) -> Launch:
-        """The same of `gather_runs`, which needs nothing on the device."""
+        """Like `bind`, for `gather_runs`, which needs no descriptors on the device."""
         loaded = self._load("passing runs", config)
         passed = RunArguments(runs, config.tile_bytes)
         return _bind(loaded, passed.num_tiles, passed.sources, passed.constants, (config.tile_bytes,))
 
     def _load(self, variant: str, config: LaunchConfig) -> _Loaded:
-        """A kernel that was compiled before, or is now."""
+        """The kernel of a variant and configuration, compiled at the first call."""
         found = self._loaded.get((variant, config))
         if found is None:
             found = self._loaded[variant, config] = self._compile(variant, config)
@@ -99,7 +99,7 @@ class Launcher:
             compiled = kernel.warmup(
                 *arguments, **constants, TILE_BYTES=config.tile_bytes, num_warps=config.num_warps, grid=(1,)
             )
-            run = compiled.run  # loads the module, so ask for it before the function
+            run = compiled.run  # loads the module, so it must be read before the function
             head = compiled.function, compiled.packed_metadata, None, None, None
             return _Loaded(run, head, load_kernel(compiled, len(arguments)))
 
@@ -123,7 +123,7 @@ def _bind(
 
     def launch(slab: int, stream: int, addresses: tuple[int, ...]) -> None:
         if launch_by_driver(stream, slab, *sources(addresses)):
-            launch_by_triton(slab, stream, addresses)  # gives a thread the context that it lacked, or says what failed
+            launch_by_triton(slab, stream, addresses)  # sets the CUDA context if the thread has none, or raises
 
     return launch
 

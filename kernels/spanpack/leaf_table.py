@@ -1,7 +1,7 @@
-"""What leaves look like apart from their number of rows: all that a plan depends on besides spans.
+"""Leaf properties other than row counts: all that a plan depends on besides row counts and spans.
 
-A decode step and a prefill differ in rows, and so do a prefill and the next. What is found out here about dtypes,
-strides and devices holds for all of them, so only the first pays for it.
+A decode step and a prefill differ in row counts, and so do two prefills. What is determined here about dtypes, strides
+and devices holds for all of them, so only the first step pays for it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .columns import Int64Array
 from .plan import LeafUse, Route
 from .signature import guarded
 
-_MOST_USES = 8  # sets of leaves that are remembered; a structure rarely has more than one
+_MOST_USES = 8  # sets of leaves cached per table; a structure rarely has more than one
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LeafKind:
-    """What the leaves of a column have in common. Interned: a table has one object for each kind, so `is` compares."""
+    """What the leaves of a column have in common; a table has one object per kind, so `is` compares kinds."""
 
     dtype: torch.dtype
     row_shape: tuple[int, ...]
@@ -33,18 +33,18 @@ class LeafKind:
 
 
 class _LeafLayout(NamedTuple):
-    """One leaf, whatever its number of rows."""
+    """Properties of one leaf that do not depend on its number of rows."""
 
     dtype: torch.dtype
     row_shape: tuple[int, ...]
     scalar: bool
     device: torch.device
     layout: torch.layout
-    strides: tuple[int, ...] | None  # None where there are none, in sparse and quantized leaves
-    lazy: bool  # conjugated or negated when it is read
+    strides: tuple[int, ...] | None  # None for sparse and quantized leaves
+    lazy: bool  # whether it is conjugated or negated when read
 
     def in_words(self, rows: int) -> str:
-        """All of it in the words of an error message, e.g. ``float32[4, 3] with strides (3, 1) on cpu``."""
+        """A description for an error message, e.g. ``float32[4, 3] with strides (3, 1) on cpu``."""
         shape = [] if self.scalar else [rows, *self.row_shape]
         stored = f"layout {self.layout}" if self.strides is None else f"strides {self.strides}"
         lazy = ", lazily conjugated or negated" if self.lazy else ""
@@ -52,12 +52,12 @@ class _LeafLayout(NamedTuple):
 
 
 class LeafTable:
-    """Routes, kinds and strides of leaves, whatever their numbers of rows.
+    """Routes, kinds and strides of leaves, independent of their numbers of rows.
 
     Parameters
     ----------
     leaves
-        Looked at, neither read nor kept.
+        Only their metadata is read; they are not kept.
     device_type
         Type of the device to gather on; by default that of the first leaf that is not on the CPU, or ``"cpu"``.
 
@@ -66,15 +66,15 @@ class LeafTable:
     routes
         How each leaf gets into the slab.
     kinds
-        Of each leaf.
+        Kind of each leaf.
     groups
-        A number for each leaf, the same for leaves that look alike, ``[num_leaves] int64``.
+        A number for each leaf, equal for leaves that look alike, ``[num_leaves] int64``.
     row_bytes
-        Of a row of each leaf.
+        Bytes of one row of each leaf.
     row_strides
-        Bytes from a row to the next as the gather finds them, ``[num_leaves] int64``.
+        Bytes from one row to the next, after staging if any, ``[num_leaves] int64``.
     latest
-        What `look` found last: leaves with the same rows often come again.
+        Last result of `look`: leaves with the same row counts often recur.
     """
 
     def __init__(self, leaves: Sequence[Tensor], device_type: str | None = None) -> None:
@@ -98,7 +98,7 @@ class LeafTable:
         self._uses: dict[frozenset[int], LeafUse] = {}
 
     def look(self, leaves: Sequence[Tensor]) -> LeafLooks | None:
-        """What is to know about leaves that match; None for others."""
+        """A `LeafLooks` of leaves that match this table; None for others."""
         latest = self.latest
         if latest is not None and latest.is_quick and latest.matches(leaves):
             return latest
@@ -112,13 +112,13 @@ class LeafTable:
         return latest
 
     def matches(self, leaves: Sequence[Tensor]) -> bool:
-        """Whether leaves look like these but for their rows; fast, but may reject leaves that `admits` accepts."""
+        """Whether leaves match this table, with any row counts; fast, but may reject leaves that `admits` accepts."""
         if len(leaves) != len(self._looks):
             return False
         return self._check(leaves) if self._check is not None else self.admits(leaves)
 
     def admits(self, leaves: Sequence[Tensor]) -> bool:
-        """The same, exact and slower: inference mode and gradients make no difference."""
+        """Like `matches`, but exact and slower: inference mode and gradients make no difference."""
         return (
             len(leaves) == len(self._looks)
             and all(isinstance(leaf, Tensor) for leaf in leaves)
@@ -127,11 +127,11 @@ class LeafTable:
 
     @property
     def has_guard(self) -> bool:
-        """Whether guards can describe the leaves that it was made from."""
+        """Whether torch's guards can describe the leaves that the table was made from."""
         return self._check is not None
 
     def row_counts(self, leaves: Sequence[Tensor]) -> tuple[int, ...]:
-        """Rows of each leaf; a 0-dimensional one counts as a row."""
+        """Number of rows of each leaf; a 0-dimensional leaf counts as one row."""
         if self._has_scalars:
             return tuple([leaf.shape[0] if leaf.dim() else 1 for leaf in leaves])
         return tuple([leaf.shape[0] for leaf in leaves])
@@ -139,19 +139,19 @@ class LeafTable:
     def guard(
         self, leaves: Sequence[Tensor], row_counts: Sequence[int] | None
     ) -> Callable[[Sequence[Tensor]], bool] | None:
-        """Torch's own tensor guards, which compare all leaves in one C++ call (64 leaves: 4 us, in Python 50).
+        """Torch's own tensor guards, which compare all leaves in one C++ call (64 leaves: 4 us, against 50 in Python).
 
         Parameters
         ----------
         leaves
-            Some that match.
+            Leaves that match this table.
         row_counts
-            Theirs, or None for guards that let leaves have any number of rows.
+            Their row counts, or None for guards that accept any number of rows.
 
         Returns
         -------
         callable or None
-            None where guards can't describe these leaves.
+            None if guards can't describe these leaves.
         """
         looks = self._looks
         if not looks or any(look.strides is None for look in looks) or any(type(leaf) is not Tensor for leaf in leaves):
@@ -168,7 +168,7 @@ class LeafTable:
             return None
 
     def mismatch(self, leaves: Any, row_counts: Sequence[int]) -> str | None:
-        """How something differs from leaves that match and have so many rows, in words; None if it doesn't."""
+        """How `leaves` differ from this table and these row counts, in words; None if they don't."""
         if not (isinstance(leaves, Sized) and isinstance(leaves, Iterable)):
             return f"given a {type(leaves).__name__}, not a sequence of tensors"
         if len(leaves) != len(row_counts):
@@ -184,11 +184,11 @@ class LeafTable:
         return None
 
     def layout(self, leaf: int) -> torch.layout:
-        """How torch stores a leaf."""
+        """The torch layout of a leaf."""
         return self._looks[leaf].layout
 
     def use(self, leaves: frozenset[int]) -> LeafUse:
-        """How a plan gets these of the leaves into the slab."""
+        """How a plan that uses exactly these leaves gets them into the slab."""
         found = self._uses.get(leaves)
         if found is None:
             if len(self._uses) >= _MOST_USES:
@@ -199,14 +199,14 @@ class LeafTable:
 
 
 class LeafLooks:
-    """What a plan is made from, and recognises leaves by: a table, and the rows of each leaf.
+    """A table and the row counts of its leaves, which a plan is made from and recognises leaves by.
 
     Parameters
     ----------
     table
-        One that the leaves match.
+        Table that the leaves match.
     row_counts
-        Rows of each leaf; a 0-dimensional one counts as a row.
+        Number of rows of each leaf; a 0-dimensional leaf counts as one row.
     """
 
     __slots__ = ("_check", "row_counts", "table")
@@ -214,12 +214,12 @@ class LeafLooks:
     def __init__(self, table: LeafTable, row_counts: tuple[int, ...]) -> None:
         self.table = table
         self.row_counts = row_counts
-        # Knows the rows; made when leaves have come again.
+        # Guard for these row counts; made when such leaves recur.
         self._check: Callable[[Sequence[Tensor]], bool] | None = None
 
     @staticmethod
     def of(leaves: Sequence[Tensor], device_type: str | None = None) -> LeafLooks:
-        """Look at leaves for the first time."""
+        """Make the table and the row counts of leaves that match no earlier table."""
         table = LeafTable(leaves, device_type)
         return LeafLooks(table, table.row_counts(leaves))
 
@@ -233,7 +233,7 @@ class LeafLooks:
         return True
 
     def admits(self, leaves: Sequence[Tensor]) -> bool:
-        """The same, exact and slower: inference mode and gradients make no difference."""
+        """Like `matches`, but exact and slower: inference mode and gradients make no difference."""
         return self.table.admits(leaves) and self.table.row_counts(leaves) == self.row_counts
 
     def mismatch(self, leaves: Any) -> str | None:
@@ -242,28 +242,28 @@ class LeafLooks:
 
     @property
     def is_quick(self) -> bool:
-        """Whether it takes one call to recognise leaves."""
+        """Whether one guard call recognises leaves."""
         return self._check is not None
 
     def compile_guard(self, leaves: Sequence[Tensor]) -> None:
-        """Compile a guard for exactly these row counts, where torch's guards can describe the leaves, which match."""
+        """Compile a guard for exactly these row counts from matching leaves, if torch's guards can describe them."""
         if self._check is None and self.table.has_guard:
             self._check = self.table.guard(leaves, self.row_counts)
 
     def describe(self, leaf: int) -> str:
-        """A leaf in the words of an error message, e.g. ``float32[4, 3]``."""
+        """A description of a leaf for an error message, e.g. ``float32[4, 3]``."""
         kind = self.table.kinds[leaf]
         shape = [] if kind.scalar else [self.row_counts[leaf], *kind.row_shape]
         return f"{str(kind.dtype).removeprefix('torch.')}{shape}"
 
 
 class LeafTables:
-    """Tables of the leaves seen last. Safe to use from several threads.
+    """Tables of the leaves seen most recently. Safe to use from several threads.
 
     Parameters
     ----------
     capacity
-        Most tables kept; the one that was not needed for longest goes first.
+        Maximum number of tables; the least recently used one is dropped first.
     device_type
         As for `LeafTable`.
     """
@@ -271,13 +271,13 @@ class LeafTables:
     def __init__(self, capacity: int, device_type: str | None = None) -> None:
         self._capacity = capacity
         self._device_type = device_type
-        self._tables: list[LeafTable] = []  # the latest first; replaced, never changed
+        self._tables: list[LeafTable] = []  # most recently used first; replaced, never mutated
 
     def __len__(self) -> int:
         return len(self._tables)
 
     def look(self, leaves: Sequence[Tensor]) -> LeafLooks:
-        """Look at leaves, by the table of earlier ones if there is one."""
+        """A `LeafLooks` of leaves, with the table of earlier leaves if they match one."""
         tables = self._tables
         for table in tables:
             looks = table.look(leaves)
@@ -314,7 +314,7 @@ def _facts(look: _LeafLayout, device_type: str) -> _Facts:
     if look.device.type == "cpu" and device_type != "cpu":
         return _Facts(Route.HOST, row_bytes, row_bytes)
     if look.lazy or not _is_one_run(look.row_shape, strides[1:]):
-        return _Facts(Route.STAGED, row_bytes, row_bytes)  # rows follow each other once it is staged
+        return _Facts(Route.STAGED, row_bytes, row_bytes)  # contiguous once staged
     return _Facts(Route.KERNEL, row_bytes, strides[0] * item_bytes if strides else row_bytes)
 
 

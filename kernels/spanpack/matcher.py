@@ -1,7 +1,7 @@
-"""Take the tensors out of a payload that looks like an earlier one, several times faster than walking it.
+"""Extract the tensors of a payload with a known structure, several times faster than by walking it.
 
-From the spec of a payload `compile_matcher` writes a small function that unpacks exactly this structure and gives up on
-any other. A decode loop yields the same structure step after step; this is what makes recognising it cheap.
+From the spec of a payload, `compile_matcher` generates a small function that unpacks exactly this structure and rejects
+any other. A decode loop yields the same structure step after step, so recognising it has to be cheap.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def compile_matcher(spec: TreeSpec) -> Matcher | None:
     Returns
     -------
     callable or None
-        Takes a tree, returns its leaves and its values, or None for a tree of another structure. It does not check
-        that leaves are tensors: what recognises their dtypes and shapes does. None for structures that only `flatten`
-        can take apart: anything but dicts, lists, tuples, tensors, immutable values and lists of those.
+        Takes a tree; returns its leaves and its values, or None for a tree of another structure. It does not check that
+        leaves are tensors: the check of their dtypes and shapes does. None for structures that only `flatten` can
+        split: those with anything but dicts, lists, tuples, tensors, immutable values and lists of those.
     """
     writer = _Writer()
     try:
@@ -52,7 +52,7 @@ class _Unsupported(Exception):
 
 
 class _Writer:
-    """Collects the lines of one matcher. Names are numbered; keys are passed in as objects, never as text."""
+    """Collects the source lines of one matcher. Names are numbered; keys are passed in as objects, never as text."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -62,7 +62,7 @@ class _Writer:
         self._count = 0
 
     def node(self, spec: TreeSpec, at: int, name: str) -> int:
-        """Write what takes the node at `spec[at]` apart; returns the position behind it."""
+        """Write the lines that unpack the node at `spec[at]`; returns the position after that node."""
         token = spec[at]
         at += 1
         if token is LEAF:

@@ -1,4 +1,4 @@
-"""Overflow: pageable slabs for what is kept so long that pinned memory would run out."""
+"""Overflow: pageable slabs for payloads that are kept so long that pinned memory would run out."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _ANY_NUMBER = 1 << 30
 
 
 class Overflow:
-    """Takes over the bytes of pinned slabs, so that those go back to work. Safe to call from several threads.
+    """Copies bytes out of pinned slabs, so that these can be reused. Safe to call from several threads.
 
-    One copy into memory that is used over and over takes a sixth of what copying every piece into memory of its own
-    takes (384 pieces of 4 KiB), most of which is the system handing out small blocks and fresh pages. But one piece
-    that is kept keeps a whole slab, so the memory is bounded; past that pieces are copied one by one.
+    One copy into reused memory takes a sixth of the time of copying every piece into its own memory (384 pieces of
+    4 KiB), most of which goes to the system's allocation of small blocks and fresh pages. But one kept piece keeps a
+    whole slab alive, so the memory is bounded; past the bound, pieces are copied one by one.
 
     Parameters
     ----------
     budget_bytes
-        Most memory that it ever holds.
+        Maximum memory held.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -31,12 +31,12 @@ class Overflow:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it holds."""
+        """Memory held, in bytes."""
         return self._pool.held_bytes
 
     def take_over(self, lease: memoryview) -> memoryview | None:
-        """A copy of some bytes, held like a lease of a pinned slab; None where there is no room, or no time to wait."""
-        # Not waiting for the lock is what makes this safe within a destructor, a signal handler or a forked child.
+        """A copy of the lease's bytes, itself a lease; None if there is no room or the lock is taken."""
+        # Not waiting for the lock makes this safe in a destructor, a signal handler or a forked child.
         if self._closed or not self._lock.acquire(blocking=False):
             return None
         try:
@@ -46,11 +46,11 @@ class Overflow:
             copy = slab.lease(len(lease))
         finally:
             self._lock.release()
-        np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(lease, np.uint8))  # gives the GIL up
+        np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(lease, np.uint8))  # releases the GIL
         return copy
 
     def close(self) -> None:
-        """Drop what nobody holds, and take nothing over any more; the rest goes when its views do."""
+        """Free unused slabs and refuse further copies; slabs in use are freed when their views die."""
         with self._lock:
             self._closed = True
             self._pool.close()

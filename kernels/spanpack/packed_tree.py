@@ -18,7 +18,7 @@ from .tree import LEAF, TreeSpec, unflatten
 
 @dataclass(frozen=True, eq=False)
 class TreeRecipe:
-    """How the columns of a plan become one tree per consumer; made once and used for every step that looks alike."""
+    """How the columns of a plan become one tree per consumer; made once and reused for every step that looks alike."""
 
     plan: Plan
     spec: TreeSpec
@@ -27,7 +27,7 @@ class TreeRecipe:
 
     @cached_property
     def consumer_spec(self) -> TreeSpec:
-        """The payload's structure as a consumer sees it: one tensor where the payload has one per request."""
+        """The payload's structure as a consumer sees it: one tensor in place of a list of one per request."""
         single = {placed.node.leaves[0]: len(placed.node.leaves) for placed in self.placed if self._unwraps(placed)}
         spec: list[Any] = []
         leaf = skip = 0
@@ -57,7 +57,7 @@ class PackedTree:
     Attributes
     ----------
     snapshot
-        The bytes, by column.
+        Holds the bytes, by column.
     """
 
     __slots__ = ("_recipe", "_values", "snapshot")
@@ -82,10 +82,10 @@ class PackedTree:
         -------
         dict
             In batch order. Each tree has the structure of the packed payload, with tensors on the host: per-token
-            leaves hold the request's rows, per-request lists became the request's tensor, request-invariant leaves are
-            a copy for each request (`Placement.SHARED`: the same view for all). Tensors are zero-copy, keep the slab
-            alive, and have storages of their own: pickling one tree moves the bytes of that request only. A leaf that a
-            `RowMap` does not give to a request is None in its tree.
+            leaves hold the request's rows, per-request lists are replaced by the request's tensor, request-invariant
+            leaves are a separate copy per request (`Placement.SHARED`: the same view for all). Tensors are zero-copy,
+            keep the slab alive, and have their own storages: pickling one tree stores the bytes of that request only. A
+            leaf that a `RowMap` does not give to a request is None in its tree.
 
         Raises
         ------
@@ -110,5 +110,5 @@ class PackedTree:
         return trees
 
     def release(self) -> None:
-        """Give up the hold on the slab; views that exist stay valid and keep it."""
+        """Give up the hold on the slab; existing views stay valid and keep it alive."""
         self.snapshot.release()

@@ -48,61 +48,61 @@ _MOST_TABLES = 16
 class Packer:
     """Packs payloads of one device. Safe to call from several threads.
 
-    Close it when it is not needed any more, or use it as a context manager: dropped without, its pinned memory stays
-    until the garbage collector comes by.
+    Close it when it is no longer needed, or use it as a context manager: if it is only dropped, its pinned memory stays
+    allocated until the garbage collector runs.
 
     Memory, and what happens when it runs out:
 
-    * Pinned slabs come in powers of two, at most `slabs_per_class` of each, `pinned_budget_bytes` in all. Packs
-      of more than 2 MiB take an idle slab of a larger size rather than pin one, which takes milliseconds. A slab
-      belongs to its snapshot until the last view into it has died. Once half of a class is held, further
-      snapshots are copied when they are first read, whole, into pageable slabs of up to `overflow_budget_bytes` in
-      all, which are used again like the pinned ones; past that, every view gets memory of its own.
+    * Pinned slabs have power-of-two sizes, at most `slabs_per_class` of each size and `pinned_budget_bytes` in total.
+      Packs of more than 2 MiB use an idle slab of a larger size rather than pin a new one, which takes milliseconds. A
+      slab belongs to its snapshot until the last view into it has died. Once half of a size class is held, each further
+      snapshot is copied whole, when it is first read, to pageable slabs of up to `overflow_budget_bytes` in total,
+      which are reused like the pinned ones; past that, every view is copied to its own memory.
     * A pack goes through one of up to four device slabs, which take at most 1 GiB of device memory together, unless
-      packs in flight or a single pack need more. When the copies of all of them are still on their way, the
-      producing stream waits for the oldest, counted in `Stats.stream_waits`; the host does not.
-    * A pack that finds no pinned slab is *late*: its bytes wait in device memory of its own until somebody waits for
-      the snapshot, which copies them to pageable memory. At most 8 late packs wait at a time; before a ninth, the
-      oldest is copied at once, which blocks that call. Snapshots that were dropped do not count.
-    * Once the system has refused pinned memory, requests of that size or more are turned down without asking, until
-      pinned memory was given up or 1,000 requests were turned down.
-    * Without device memory, torch copies leaf by leaf.
+      packs in flight or a single pack need more. While the copies from all of them are in flight, the producing stream
+      waits for the oldest one, counted in `Stats.stream_waits`; the host does not wait.
+    * A pack that finds no pinned slab is *late*: its bytes stay in separate device memory until the snapshot is waited
+      for, which copies them to pageable memory. At most 8 late packs wait at a time; a ninth first copies the oldest to
+      the host, which blocks that call. Dropped snapshots do not count.
+    * After the system has refused pinned memory, requests of that size or more are rejected without asking it, until
+      pinned memory has been freed or 1,000 requests have been rejected.
+    * Without device memory for a slab, torch copies leaf by leaf.
 
-    What is slower than one launch and one copy is counted in `Stats.fallbacks` and logged once.
+    Every path that is slower than one launch and one copy is counted in `Stats.fallbacks` and logged once.
 
     Parameters
     ----------
     device
-        Where the leaves are; by default the current CUDA (or ROCm) device, or the CPU where there is none.
+        Where the leaves are; by default the current CUDA (or ROCm) device, or the CPU if there is none.
     backend
-        ``"triton"``: one kernel launch gathers everything. ``"torch"``: torch copies do, the reference. ``"auto"``:
-        Triton where it works, else torch, with one warning. On the CPU ``"auto"`` is ``"torch"``, and ``"triton"``
-        needs ``TRITON_INTERPRET=1``.
+        ``"triton"``: one kernel launch gathers everything. ``"torch"``: torch copies gather, as the reference.
+        ``"auto"``: Triton if it works, else torch, with one warning. On the CPU ``"auto"`` is ``"torch"``, and
+        ``"triton"`` needs ``TRITON_INTERPRET=1``.
     pinned_budget_bytes
-        Most pinned host memory for payloads; descriptors on their way to the device take up to 64 MiB beside it.
+        Maximum pinned host memory for payloads; descriptors on their way to the device take up to 64 MiB more.
     slabs_per_class
-        Most pinned slabs of one size.
+        Maximum number of pinned slabs of one size.
     overflow_budget_bytes
-        Most pageable memory for payloads that are kept long. One kept view keeps a slab with a whole step in it; 0
-        gives every view memory of its own at once, which takes several times as long.
+        Maximum pageable memory for payloads that are kept long. One kept view keeps alive a slab with a whole step.
+        With 0, every view is copied to its own memory at once, which takes several times as long.
     copy_stream
-        Side stream for the copies to the host; by default one of its own.
+        Side stream for the copies to the host; by default a new one.
     tuned
         Launch configurations from ``python -m spanpack.tune``; by default the file that ``SPANPACK_TUNED`` names, then
         the one shipped for this GPU, then a heuristic.
     transport
         How packed bytes get to the host. ``"copy"``: the kernel packs into a device slab, which one copy on the side
-        stream brings over. ``"auto"``: the same, but packs that are tuned to be small enough are stored by the kernel
-        straight into the pinned slab, without a device slab and without a copy.
+        stream transfers. ``"auto"``: the same, except that the kernel stores packs up to a tuned size straight into the
+        pinned slab, without a device slab and without a copy.
 
     Raises
     ------
     UnavailableError
-        The backend was named and can't run here.
+        The backend was asked for by name and can't run here.
     DeviceError
-        The device can't be served, or `copy_stream` is not one of it.
+        The device can't be served, or `copy_stream` is not a stream of it.
     InputError
-        There is no such transport, or a limit is no such number.
+        `transport` is unknown, or a limit is not an integer in its range.
 
     Examples
     --------
@@ -145,7 +145,7 @@ class Packer:
         self._packs = self._payload_bytes = self._host_launches = 0
         self._closed = False
         self._engine: CudaEngine | None = None
-        self._device_type: str | None = None  # of what the engine gathers; None without one and once it is closed
+        self._device_type: str | None = None  # of leaves that the engine gathers; None without one or once closed
         if self.device.type == "cuda":
             runtime = load_runtime(self.device, copy_stream)
             launcher = Launcher(self.device) if self._use_triton else None
@@ -157,7 +157,7 @@ class Packer:
 
     @property
     def backend(self) -> str:
-        """``"triton"`` or ``"torch"``: what gathers."""
+        """The backend that gathers: ``"triton"`` or ``"torch"``."""
         uses_triton = self._use_triton if self._engine is None else self._engine.launcher is not None
         return "triton" if uses_triton else "torch"
 
@@ -172,31 +172,31 @@ class Packer:
     ) -> PackedTree:
         """Take a snapshot of a payload for the consumers of a batch.
 
-        Returns as soon as the work is queued. The payload's tensors may be overwritten, by work on the producing
-        stream, or freed and its containers changed right after the call.
+        Returns as soon as the work is queued. Right after the call, the payload's tensors may be freed, or overwritten
+        by work on the producing stream, and its containers may be changed.
 
         Parameters
         ----------
         payload
             A tree of dict, list, tuple, named tuple, Mapping and dataclass with tensors and plain values. Mappings that
-            are no dicts (OrderedDict, defaultdict, Counter) come back as dicts. All that is no tensor, NumPy arrays
-            too, is a plain value, which every request gets whole; ``torch.from_numpy(array)`` has the rows of an array
-            dealt out. Lists, arrays, sets, deques and bytearrays are copied, their items are not; values of other types
-            are kept by reference, so that later changes inside of them show.
+            are not dicts (OrderedDict, defaultdict, Counter) are returned as dicts. Every other value, including a
+            NumPy array, is a plain value, which every request gets whole; pass ``torch.from_numpy(array)`` to divide
+            the rows of an array among requests. Lists, arrays, sets, deques and bytearrays are copied, their items are
+            not; values of other types are kept by reference, so later changes to them are visible.
         batch
-            Whose rows are whose.
+            Which rows belong to which request.
         rules
-            Placement by path (``{"embed.bos": Placement.INVARIANT}``), or a function from path to placement. Where
-            there is none, a tensor whose first dimension is in ``per_token_rows`` is per-token and a list as long as
-            the batch is per-request; anything else must be named here.
+            Placement by path (``{"embed.bos": Placement.INVARIANT}``), or a function from path to placement. Without
+            a rule, a tensor whose first dimension is in ``per_token_rows`` is per-token and a list as long as the
+            batch is per-request; any other leaf needs a rule.
         stream
-            The producing stream: the gather is queued there. By default the current stream of the packer's device.
-            Naming another costs the host some 10 us and, if sparse or quantized leaves were allocated on a third
-            stream, leaves it to the caller to keep those.
+            The producing stream, on which the gather is queued; by default the current stream of the packer's device.
+            Another stream costs about 10 us on the host, and if sparse or quantized leaves were allocated on a third
+            stream, the caller must keep those alive.
         after
-            An event that the gather waits for on the device; the host does not. Where it was recorded on another
-            stream than the producing one, that stream may go on before the gather has read the tensors: overwrite
-            nothing there before the snapshot is done.
+            An event that the gather waits for on the device; the host does not wait. If it was recorded on a stream
+            other than the producing one, that stream may proceed before the gather has read the tensors: overwrite
+            none of them there before the snapshot is done.
 
         Returns
         -------
@@ -205,18 +205,18 @@ class Packer:
         Raises
         ------
         InputError
-            `batch` is no `Batch`, `rules` are neither a mapping to rules nor a function, or the payload holds itself.
+            `batch` is not a `Batch`, `rules` is neither a mapping to rules nor a function, or the payload holds itself.
         PlacementError
-            A leaf that fits no rule, a rule that does not fit its leaf, or one for a path where there is no leaf.
+            A leaf fits no rule, a rule does not fit its leaf, or a rule names a path without a leaf.
         LeafError
-            A leaf that is no bytes in memory: nested, of a dtype narrower than a byte, a wrapper, or freed.
+            A leaf is not plain bytes in memory: it is nested, of a dtype narrower than a byte, a wrapper, or freed.
         DeviceError
             A leaf, or the stream, is on a device that this packer does not serve.
         ClosedError
             The packer was closed.
         torch.cuda.OutOfMemoryError
-            Leaves that are strided within their rows, or lazily conjugated or negated, are made contiguous on the
-            device first: that takes as much device memory as they have bytes, and there was not that much.
+            There is not enough device memory to make leaves contiguous that are strided within their rows, or lazily
+            conjugated or negated; this takes as much device memory as they have bytes.
         """
         if not isinstance(batch, Batch):
             raise InputError(f"batch is a {type(batch).__name__}; give a spanpack.Batch")
@@ -253,14 +253,14 @@ class Packer:
         leaves
             Tensors that look like those the plan was made for; their addresses may differ.
         validate
-            Whether to check that they do. Leave it on unless a `PlanCache` found the plan for these very leaves.
+            Whether to check that they do. Leave it on unless a `PlanCache` found the plan for exactly these leaves.
         stream, after
             See `pack`.
 
         Raises
         ------
         InputError
-            `plan` is no `Plan`; told only with `validate`.
+            `plan` is not a `Plan`; checked only with `validate`.
         LeafError
             The leaves differ from the plan's in number, dtype, shape, strides or device, or one has no memory.
         DeviceError
@@ -273,7 +273,7 @@ class Packer:
         if validate:
             try:
                 fit = plan.signature.matches(leaves) or plan.signature.admits(leaves)
-            except (AttributeError, TypeError, RuntimeError):  # things that are no plan, or no tensors
+            except (AttributeError, TypeError, RuntimeError):  # not a plan, or not tensors
                 fit = False
             if not fit:
                 check_fit(plan, leaves)
@@ -282,7 +282,7 @@ class Packer:
                 return self.run(plan, leaves, validate=False)
         with self._lock:
             if plan.device_type == self._device_type and plan.device_bytes:
-                snapshot = self._engine.run(plan, leaves)  # type: ignore[union-attr] # there is one, see _device_type
+                snapshot = self._engine.run(plan, leaves)  # type: ignore[union-attr] # not None here, see _device_type
             else:
                 snapshot = self._run_on_host(plan, leaves)
             self._packs += 1
@@ -295,19 +295,19 @@ class Packer:
         Parameters
         ----------
         nbytes
-            Of the largest pack, alignment gaps included.
+            Bytes of the largest pack, including alignment gaps.
         slabs
-            How many packs of that size are in flight, or held by their views, at a time. Pinned slabs end at the
-            packer's limits, device slabs at four.
+            How many packs of that size are in flight, or held by their views, at a time. Pinned slabs are
+            bounded by the packer's limits, device slabs by four.
 
         Raises
         ------
         InputError
-            `nbytes` is no integer of at least 0, or `slabs` none of at least 1.
+            `nbytes` is not an integer of at least 0, or `slabs` not one of at least 1.
         ClosedError
             The packer was closed.
         torch.cuda.OutOfMemoryError
-            There is not that much device memory. What could be allocated stays.
+            There is not enough device memory; what was allocated so far is kept.
         """
         check_integer("nbytes", nbytes, 0)
         check_integer("slabs", slabs, 1)
@@ -318,9 +318,9 @@ class Packer:
                 self._engine.reserve(nbytes, slabs)
 
     def warmup(self) -> None:
-        """Compile every kernel variant that a pack can meet and check its bytes, so that no step pays for it.
+        """Compile every kernel variant that a pack can need and check its output, so that no step pays for it.
 
-        Where the kernel can't be compiled, launched, or yields wrong bytes, the packer goes over to the torch backend
+        If the kernel can't be compiled or launched, or yields wrong bytes, the packer falls back to the torch backend
         with one warning.
 
         Raises
@@ -362,10 +362,10 @@ class Packer:
         )
 
     def close(self) -> None:
-        """Wait for the copies in flight and drop all memory; views that exist stay valid. Harmless when repeated.
+        """Wait for the copies in flight and free all memory; existing views stay valid. May be called repeatedly.
 
-        Not to be called from a signal handler or a destructor, which may run inside a pack of the same thread: it would
-        wait for that pack's lock, and the pack for it.
+        Do not call it from a signal handler or a destructor: these may run inside a pack of the same thread, which
+        holds the lock that `close` waits for, so it would deadlock.
         """
         with self._lock:
             if self._closed:
@@ -399,7 +399,7 @@ class Packer:
         stream: torch.cuda.Stream | None,
         after: torch.cuda.Event | None,
     ) -> Iterator[None]:
-        """Make `stream` the current one, and let what comes wait for `after`."""
+        """A context in which `stream` is current and its further work waits for `after`."""
         if self._engine is None:
             raise DeviceError(f"streams and events are a GPU's, this packer serves {self.device}; leave them out")
         if stream is not None:
@@ -410,19 +410,19 @@ class Packer:
         with nullcontext() if stream is None else runtime.on(stream):
             if after is not None:
                 runtime.stream_wait(runtime.current_stream(), after)
-            # The stream may be another than the one that the leaves were allocated on.
+            # The leaves may have been allocated on another stream.
             read = [] if stream is None else [leaves[index] for index in plan.use.kernel]
             try:
                 yield
-            except BaseException:  # what was queued may still read them
+            except BaseException:  # queued work may still read them
                 for leaf in read:
-                    with suppress(Exception):  # which would hide the error, perhaps about this very leaf
+                    with suppress(Exception):  # would hide the first error, which may be about this leaf
                         runtime.hold(leaf)
                 raise
             runtime.hold(*read)
 
     def _run_on_host(self, plan: Plan, leaves: Sequence[Tensor]) -> Snapshot:
-        """A plan that nothing on a device is gathered for."""
+        """Run a plan that gathers nothing on a device."""
         self._check_open()
         array = np.empty(plan.slab_bytes, dtype=np.uint8)
         slab = torch.from_numpy(array)

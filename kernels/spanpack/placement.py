@@ -21,7 +21,7 @@ from .tree import Node
 class Placement(Enum):
     """How a leaf, or a list of leaves, is divided among the requests."""
 
-    __hash__ = object.__hash__  # Enum's own hashes the name in Python, at every look-up of a plan
+    __hash__ = object.__hash__  # Enum's own hashes the name in Python, in every lookup of a plan
 
     PER_TOKEN = "per-token"
     """A tensor whose rows are those of the batch: each request gets its span."""
@@ -35,12 +35,12 @@ class Placement(Enum):
 
 @dataclass(frozen=True)
 class RowMap:
-    """Explicit rows: request id -> (first row, number of rows). Requests that are not named get no such leaf.
+    """Explicit rows: request id -> (first row, number of rows). Requests that are not named do not get the leaf.
 
     Attributes
     ----------
     rows
-        By request id.
+        ``(first row, number of rows)`` by request id.
     """
 
     rows: Mapping[str, tuple[int, int]]
@@ -53,26 +53,26 @@ class RowMap:
             raise PlacementError(
                 f"a RowMap maps request ids to (first row, number of rows), given: {self.rows!r:.80}"
             ) from error
-        object.__setattr__(self, "rows", MappingProxyType(rows))  # the caller's may change
+        object.__setattr__(self, "rows", MappingProxyType(rows))  # the caller's mapping may change
         object.__setattr__(self, "key", tuple((name, *span) for name, span in rows.items()))
 
     def __hash__(self) -> int:
         return hash(self.key)
 
 
-_MOST_PATHS = 50  # named in an error message
+_MOST_PATHS = 50  # paths named in an error message
 
 Rule = Placement | RowMap
 Rules = Mapping[str, Rule] | Callable[[str], Rule | None]
 
 
 def key_of(rules: Mapping[str, Rule]) -> Hashable:
-    """What tells mappings of rules apart.
+    """A hashable key that identifies a mapping of rules.
 
     Raises
     ------
     InputError
-        It is no mapping, or not one to rules.
+        `rules` is not a mapping to rules.
     """
     try:
         key = tuple(rules.items())
@@ -105,14 +105,14 @@ class Placed:
 def lower(
     found: Sequence[Node], leaves: Sequence[Tensor], spans: Spans, rules: Rules | None
 ) -> tuple[list[ColumnSpec], list[Placed]]:
-    """Turn placement into columns.
+    """Lower the nodes of a payload to columns, according to their placement.
 
     Raises
     ------
     InputError
         The rules are a class: calling it would make an object, not choose a rule.
     PlacementError
-        A node fits no rule, a rule does not fit its node, or a rule names none; the message names the path.
+        A node fits no rule, a rule does not fit its node, or a rule names no node; the message names the path.
     """
     if isinstance(rules, type):
         raise InputError(
@@ -226,7 +226,7 @@ def _per_request(node: Node, tensors: Sequence[Tensor], spans: Spans, columns: l
 
 
 def _column_key(tensor: Tensor) -> object:
-    """Tensors with equal keys can share a column; an opaque tensor shares with none."""
+    """Tensors with equal keys can share a column; an opaque tensor gets a unique key."""
     if _is_opaque(tensor):
         return object()
     return tensor.dtype, tensor.dim() == 0, tensor.shape[1:], tensor.device

@@ -1,4 +1,4 @@
-"""Plans: what a pack copies where. `planner` makes them.
+"""Plans: what a pack copies and where to; `planner` makes them.
 
 A plan is frozen. It depends on dtypes, shapes, strides and spans, not on addresses, so one plan serves every step
 that looks alike.
@@ -35,7 +35,7 @@ class LeafUse(NamedTuple):
     Attributes
     ----------
     routes
-        Of each leaf; None for a leaf that no column uses.
+        Route of each leaf; None for a leaf that no column uses.
     kernel
         Leaves whose address the gather needs, in order.
     staged
@@ -43,7 +43,7 @@ class LeafUse(NamedTuple):
     has_opaque
         Whether some leaves are moved as objects.
     reads_every_leaf
-        Whether the addresses of all leaves, as given, are what the gather needs.
+        Whether the gather reads every leaf in place, at the leaf's own address.
     """
 
     routes: tuple[Route | None, ...]
@@ -54,7 +54,7 @@ class LeafUse(NamedTuple):
 
     @staticmethod
     def of(routes: Sequence[Route | None]) -> LeafUse:
-        """Sort leaves by their routes."""
+        """Group leaves by their routes."""
         return LeafUse(
             routes=tuple(routes),
             kernel=tuple(i for i, route in enumerate(routes) if route in (Route.KERNEL, Route.STAGED)),
@@ -65,12 +65,12 @@ class LeafUse(NamedTuple):
 
 
 class Column(NamedTuple):
-    """Where one column stands in the slab and how it is split.
+    """Where one column is in the slab and how it is split.
 
     Attributes
     ----------
     offset_bytes, nbytes
-        Its place in the slab.
+        Position and length in the slab.
     dtype, shape
         Of the whole column: ``[sum of rows, *row_shape]``, or ``[num_pieces]`` for 0-dimensional leaves.
     rows
@@ -78,7 +78,7 @@ class Column(NamedTuple):
     scalar
         Whether pieces are 0-dimensional.
     opaque
-        Index of the leaf that is moved as an object, for a column that has no bytes in the slab.
+        Index of the column's leaf if that is moved as an object and has no bytes in the slab; else None.
     """
 
     offset_bytes: int
@@ -91,7 +91,7 @@ class Column(NamedTuple):
 
 
 class RowCopy(NamedTuple):
-    """Rows that follow each other in a leaf and in a column."""
+    """Consecutive rows of a leaf that become consecutive rows of a column."""
 
     column: int
     leaf: int
@@ -102,14 +102,14 @@ class RowCopy(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """What to copy where. Made by `make_plan`, run by `Packer.run`.
+    """What to copy and where to; made by `make_plan`, run by `Packer.run`.
 
     Attributes
     ----------
     columns
         In the order of the column specs.
     parts
-        What the gather fills the columns with.
+        Parts of the columns, filled by the gather.
     specs
         For each column, the specs whose pieces it holds one after another.
     use
@@ -144,31 +144,31 @@ class Plan:
 
     @cached_property
     def segments(self) -> Int64Array:
-        """What the gather copies, ``[num_segments, 6] int64``, worked out when it is first asked for.
+        """The segments that the gather copies, ``[num_segments, 6] int64``, computed at the first access.
 
-        Leaf, first source byte in the leaf, destination offset in the slab, length, bytes of a row, bytes from a row to
-        the next. The last two are 0 where the source is one run.
+        Columns: leaf, first source byte in the leaf, destination offset in the slab, length, row bytes, row stride in
+        bytes. The last two are 0 if the source is one run.
         """
         return make_segments(self.parts)
 
     @cached_property
     def num_segments(self) -> int:
-        """How many segments there are."""
+        """Number of segments."""
         return count_segments(self.parts)
 
     @cached_property
     def passed_runs(self) -> tuple[PassedRun, ...] | None:
-        """The same in a form that fits among the kernel's arguments; None where it does not."""
+        """The segments as runs that fit in the kernel's arguments; None if they do not fit."""
         return make_passed_runs(self.parts)
 
     @cached_property
     def device_copies(self) -> tuple[RowCopy, ...]:
-        """Row copies that fill the device part of the slab; what the torch reference works from."""
+        """Row copies that fill the device part of the slab; used by the torch reference."""
         return self._row_copies(host=False)
 
     @cached_property
     def host_copies(self) -> tuple[RowCopy, ...]:
-        """Row copies from leaves that are on the CPU already."""
+        """Row copies from leaves that are already on the CPU."""
         return self._row_copies(host=True) if self.slab_bytes > self.device_bytes else ()
 
     def _row_copies(self, *, host: bool) -> tuple[RowCopy, ...]:

@@ -1,4 +1,4 @@
-"""Find what was planned for a payload that looks like this one."""
+"""A cache that finds what was planned for an earlier payload that looks like this one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EntryT = TypeVar("EntryT")
 
 @dataclass(slots=True, eq=False)
 class Sighting(Generic[EntryT]):
-    """A payload taken apart, and what is known about it.
+    """A payload split into its parts, and the entry found for it.
 
     Attributes
     ----------
@@ -29,9 +29,9 @@ class Sighting(Generic[EntryT]):
     values
         Its plain values.
     spec
-        Its structure; empty if the entry was found without it.
+        Its structure; empty if the entry was found without walking the payload.
     entry
-        What was kept for payloads like this, or None.
+        The entry kept for payloads like this, or None.
     """
 
     leaves: Sequence[Tensor]
@@ -51,12 +51,13 @@ class _CachedEntry(Generic[EntryT]):
 class PlanCache(Generic[EntryT]):
     """Entries found by a key and by how a payload looks: its structure, its leaves' dtypes, shapes, strides, devices.
 
-    Addresses and plain values play no part. The least recently used entry goes first. Safe to use from several threads.
+    Addresses and plain values are ignored. The least recently used entry is dropped first. Safe to use from several
+    threads.
 
     Parameters
     ----------
     capacity
-        Most structures and keys kept. For each, up to four sets of shapes are kept.
+        Maximum number of pairs of structure and key. For each, up to four sets of shapes are kept.
 
     Examples
     --------
@@ -74,7 +75,7 @@ class PlanCache(Generic[EntryT]):
     def __init__(self, capacity: int = 64) -> None:
         self._capacity = capacity
         self._looks: OrderedDict[Hashable, list[_CachedEntry[EntryT]]] = OrderedDict()
-        # Tried first, by unpacking instead of walking. The list is replaced, never changed.
+        # Tried first, by a matcher instead of a walk. The list is replaced, never mutated.
         self._recent: list[_CachedEntry[EntryT]] = []
         self._lock = threading.Lock()
 
@@ -82,16 +83,16 @@ class PlanCache(Generic[EntryT]):
         return sum(map(len, self._looks.values()))
 
     def look(self, tree: Any, key: Hashable, extra: tuple[Tensor, ...] = ()) -> Sighting[EntryT]:
-        """Take a payload apart and find its entry.
+        """Split a payload into its parts and find its entry.
 
         Parameters
         ----------
         tree
             As for `flatten`.
         key
-            What else the entry depends on, such as the spans. Keys that are one object are recognised fastest.
+            What else the entry depends on, such as the spans. Passing the same key object again is fastest.
         extra
-            Tensors beside the tree, appended to its leaves.
+            Tensors outside of the tree, appended to its leaves.
         """
         for look in self._recent:
             if look.key is key or look.key == key:
@@ -106,14 +107,14 @@ class PlanCache(Generic[EntryT]):
             return Sighting(walked, values, spec, self._find(spec, key, walked))
 
     def keep(self, seen: Sighting[EntryT], key: Hashable, entry: EntryT, signature: Signature | None = None) -> None:
-        """Keep an entry for payloads like one that `look` found nothing for.
+        """Keep an entry for payloads like one for which `look` found none.
 
         Parameters
         ----------
         seen, key
             What `look` returned, and the key that it was given.
         entry
-            What to find from now on.
+            What `look` finds from now on.
         signature
             Recognises the leaves, such as `Plan.signature`; by default one is made.
         """

@@ -1,7 +1,7 @@
-"""From columns of leaves to a plan. Host arithmetic only, nothing here touches a device.
+"""Make a plan from columns of leaves, by host arithmetic only: nothing here touches a device.
 
-A step that looks like an earlier one has its plan already, but a prefill looks like no other, and this runs on the
-decode thread. So what the leaves look like apart from their rows is taken from a `LeafTable`, which outlives the step,
+A step that looks like an earlier one reuses its plan, but every prefill needs a new one, and planning runs on the
+decode thread. So the properties of leaves other than their rows are taken from a `LeafTable`, which outlives the step,
 and the segments of all columns are made together: a NumPy call costs the same for one column as for all of them.
 """
 
@@ -19,20 +19,20 @@ from .leaf_table import LeafLooks
 from .plan import Column, Plan, Route
 from .segments import Part
 
-ALIGNMENT_BYTES = 16  # of every column in the slab: one vector load or store of a GPU lane
+ALIGNMENT_BYTES = 16  # of every column in the slab: one vector load or store of a GPU thread
 
 
 def make_plan(leaves: Sequence[Tensor], columns: Sequence[ColumnSpec], device_type: str | None = None) -> Plan:
-    """Lay out columns in a slab and work out the segments that fill it.
+    """Lay out columns in a slab and determine the segments that fill it.
 
     Parameters
     ----------
     leaves
-        The tensors, for their dtype, shape, strides and device type. Neither read nor kept.
+        The tensors; only their dtype, shape, strides and device type are read, and they are not kept.
     columns
         What to pack, in the order of the result.
     device_type
-        Type of the device to gather on. CPU leaves beside leaves of that device are copied at once by the host.
+        Type of the device to gather on. If it is not the CPU, CPU leaves are copied at once by the host.
         By default the type of the first leaf that is not on the CPU, or ``"cpu"``.
 
     Returns
@@ -42,17 +42,17 @@ def make_plan(leaves: Sequence[Tensor], columns: Sequence[ColumnSpec], device_ty
     Raises
     ------
     PlacementError
-        A piece lies outside its leaf, the leaves of a column differ in dtype or row shape, or its arrays differ in
-        length or are none of integers, or `columns` hold something else.
+        A piece lies outside its leaf, the leaves of a column differ in dtype or row shape, its arrays differ in length
+        or do not hold integers, or `columns` holds something else than `ColumnSpec`.
     LeafError
-        A leaf that is no tensor, or one that can only be moved whole (sparse, quantized) and is asked for in part.
+        A leaf is not a tensor, or it can only be moved whole (sparse, quantized) and a column takes part of it.
     """
     _check_kinds(leaves, columns)
     return plan_columns(LeafLooks.of(leaves, device_type), [(column,) for column in _detached(columns)])
 
 
 def _check_kinds(leaves: Any, columns: Any) -> None:
-    """Raise for what is no sequence of tensors, or none at all."""
+    """Raise unless `leaves` is a sequence of tensors and `columns` is iterable."""
     if not (isinstance(leaves, Sized) and isinstance(leaves, Iterable)):
         raise LeafError(f"leaves are a {type(leaves).__name__}; give a sequence of tensors")
     for index, leaf in enumerate(leaves):
@@ -63,8 +63,8 @@ def _check_kinds(leaves: Any, columns: Any) -> None:
 
 
 def _detached(columns: Sequence[ColumnSpec]) -> list[ColumnSpec]:
-    """The same with arrays of the plan's own, checked: it outlives the call, and runs are worked out later."""
-    owned: dict[int, Int64Array] = {}  # columns that share arrays go on sharing them
+    """Checked copies of columns with their own arrays: the plan outlives the call, and computes runs later."""
+    owned: dict[int, Int64Array] = {}  # columns that share arrays share the copies too
 
     def own(index: int, given: Any) -> Int64Array:
         if id(given) not in owned:
@@ -89,19 +89,19 @@ def _detached(columns: Sequence[ColumnSpec]) -> list[ColumnSpec]:
             names = ("starts", "rows", "leaves")[: len(counts)]
             given = ", ".join(f"{count} {name}" for count, name in zip(counts, names, strict=True))
             raise PlacementError(f"column {index} has {given}; give one of each per piece")
-        found.append(ColumnSpec(leaves, starts, rows, column.scalar))  # its facts may be of the caller's arrays
+        found.append(ColumnSpec(leaves, starts, rows, column.scalar))  # no facts: they may use the caller's arrays
     return found
 
 
 def plan_columns(looks: LeafLooks, columns: Sequence[Sequence[ColumnSpec]]) -> Plan:
-    """As `make_plan`, for leaves that were looked at. A column is a sequence of specs, whose pieces are joined."""
+    """Like `make_plan`, from a `LeafLooks`; a column is a sequence of specs, whose pieces are concatenated."""
     return _Planner(looks, columns).plan()
 
 
 class _Content(NamedTuple):
-    """What a column holds; where it goes is not known yet."""
+    """What a column holds; its offset in the slab is not known yet."""
 
-    leaf: int  # the first one, which the others are like
+    leaf: int  # the first one; the others have the same dtype and row shape
     row_bytes: int
     rows: tuple[int, ...]
     total_rows: int
@@ -123,7 +123,7 @@ class _Planner:
         contents = [self._content(index, specs) for index, specs in enumerate(self.columns)]
         placed: dict[int, Column] = {}
         end = device_bytes = 0
-        for on_host in (False, True):  # device columns first: they are what the one copy brings over
+        for on_host in (False, True):  # device columns first: they are the part that the one copy transfers
             for index, content in enumerate(contents):
                 if (routes[content.leaf] is Route.HOST) is on_host:
                     column = placed[index] = self._place(self.columns[index], content, end)
@@ -144,7 +144,7 @@ class _Planner:
         )
 
     def _content(self, index: int, specs: Sequence[ColumnSpec]) -> _Content:
-        """Add up the pieces of a column; checks that they are there and that their leaves can share it."""
+        """Collect the pieces of a column; checks that they exist and that their leaves can share a column."""
         facts = [spec.facts or self._piece_facts(index, spec) for spec in specs]
         model = specs[0].first_leaf
         rows: tuple[int, ...] = ()
@@ -161,7 +161,7 @@ class _Planner:
         return _Content(model, self.table.row_bytes[model], rows, total_rows, facts, specs[0].scalar)
 
     def _piece_facts(self, index: int, spec: ColumnSpec) -> PieceFacts:
-        """Per-token columns share their arrays, so it is worked out once for all of them."""
+        """Facts about a spec's pieces, computed once for all columns that share its arrays, as per-token columns do."""
         if not len(spec.rows):
             raise PlacementError(f"column {index} has no pieces; leave it out")
         leaves = -1 if isinstance(spec.leaves, int) else id(spec.leaves)
@@ -172,7 +172,7 @@ class _Planner:
         return facts
 
     def _fits(self, spec: ColumnSpec, facts: PieceFacts, leaves: Sequence[int], model: int) -> bool:
-        """Whether nothing is wrong, told by as few looks as possible; False if in doubt."""
+        """Whether a spec is valid, decided by as few checks as possible; False if in doubt."""
         table, row_counts = self.table, self.looks.row_counts
         if isinstance(spec.leaves, int):
             if not 0 <= spec.leaves < len(row_counts):
@@ -193,7 +193,7 @@ class _Planner:
         )
 
     def _check(self, index: int, spec: ColumnSpec, leaves: Sequence[int], model: int, pieces_before: int) -> None:
-        """Raise for a leaf that does not exist or can't stand beside the first, and for pieces outside their leaf."""
+        """Raise for a leaf that does not exist or can't share a column with the first, or pieces outside their leaf."""
         table, describe = self.table, self.looks.describe
         for leaf in (model, *leaves):
             if not 0 <= leaf < len(table.routes):
@@ -218,7 +218,7 @@ class _Planner:
             if kind.scalar != spec.scalar:
                 raise PlacementError(f"column {index}: leaf {leaf} is {describe(leaf)}, but scalar={spec.scalar}")
         if table.routes[model] is Route.OPAQUE:
-            return  # checked as a whole
+            return  # see _check_opaque
         for piece, (leaf, start, rows) in enumerate(spec.pieces(), pieces_before):
             available = self.looks.row_counts[leaf]
             if start < 0 or rows < 0 or start + rows > available:

@@ -1,4 +1,4 @@
-"""Host memory, pinned or not: slabs that go back to work when the last view into them has died."""
+"""Host memory, pinned or not: slabs that are reused once the last view into them has died."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ LARGE_SLAB_BYTES = 1 << 22  # pinning this much takes 3 ms
 
 @lru_cache(maxsize=1024)
 def slab_class(nbytes: int) -> int:
-    """Capacity of the slab that serves a request: a power of two, as torch's pinned allocator rounds to one anyway."""
+    """Capacity of the slab that serves a request: a power of two, to which torch's pinned allocator rounds anyway."""
     return max(SMALLEST_SLAB_BYTES, 1 << (max(nbytes, 1) - 1).bit_length())
 
 
 class _Watch(weakref.ref[memoryview]):
-    """Sees a lease die, and knows the slab behind it."""
+    """A weak reference to a lease that knows the slab behind it."""
 
     __slots__ = ("slab",)
     slab: HostSlab
@@ -39,17 +39,17 @@ class Shelf:
     Attributes
     ----------
     capacity
-        Of each slab, in bytes.
+        Bytes of each slab.
     most
-        How many there may be.
+        Maximum number of slabs.
     count
-        How many there are.
+        Current number of slabs.
     idle
-        Slabs that nobody holds. A copy may still be on its way into them.
+        Slabs that nobody holds. A copy into them may still be in flight.
     returned
-        Watches of further such slabs, whose last view has died. A weak reference's callback appends to it, in whatever
-        thread drops the view and in the middle of whatever it does: so the callback is ``deque.append``, which runs no
-        Python code, and the deque is never iterated over.
+        Watches of slabs whose last view has died and which are not in `idle` yet. A weak reference's callback appends
+        to it, in whichever thread drops the view and at any point of its work. So the callback is ``deque.append``,
+        which runs no Python code, and the deque is never iterated over.
     """
 
     __slots__ = ("capacity", "count", "idle", "most", "returned")
@@ -68,7 +68,7 @@ class Shelf:
             watch = returned.popleft()
             slab = watch.slab
             if slab._watch is not watch:
-                continue  # it was brought back before this reached us
+                continue  # it was reclaimed before its watch was processed
             flight = slab.flight
             if flight is None or flight.done or flight.is_done():
                 return slab
@@ -81,21 +81,21 @@ class Shelf:
         return None
 
     def collect(self) -> None:
-        """Bring the returned slabs to the others that nobody holds."""
+        """Move the returned slabs to `idle`."""
         while self.returned:
             watch = self.returned.popleft()
-            if watch.slab._watch is watch:  # else it was brought back before
+            if watch.slab._watch is watch:  # else it was reclaimed before
                 self.idle.append(watch.slab)
 
     def unheld(self) -> int:
-        """How many slabs nobody holds."""
+        """Number of slabs that nobody holds."""
         return len(self.idle) + len(self.returned)
 
     def is_crowded(self) -> bool:
         """Whether the next snapshots should copy their bytes out of the slab.
 
-        True once more than half of the slabs permitted are held; of large ones, since pinning one more would hold a
-        step up for milliseconds, as soon as none is left for the next pack.
+        True once more than half of the permitted slabs are held. For large slabs, also true as soon as none is left for
+        the next pack, since pinning one more would delay a step by milliseconds.
         """
         unheld = self.unheld()
         if self.capacity >= LARGE_SLAB_BYTES and unheld == 0 and self.count > 1:
@@ -104,18 +104,18 @@ class Shelf:
 
 
 class HostSlab:
-    """One buffer.
+    """One host buffer.
 
     Attributes
     ----------
     array, view
-        All of it, ``[capacity] uint8``; the view is cut, and read by `torch.frombuffer`, with less ado than the array.
+        The whole buffer, ``[capacity] uint8``; slicing and `torch.frombuffer` are faster on the view than on the array.
     address, capacity
-        In bytes.
+        Host address, and size in bytes.
     shelf
-        Where it belongs.
+        The shelf that it belongs to.
     events
-        For the flights into this slab; None until the first.
+        Events of the flights into this slab; None until the first.
     flight
         The last pack whose copy uses this memory; until it is done the memory must not be touched or freed.
     """
@@ -134,7 +134,7 @@ class HostSlab:
         self._watch: weakref.ref[memoryview] | None = None
 
     def lease(self, nbytes: int) -> memoryview:
-        """The first `nbytes`; the slab returns to its shelf when this memoryview dies.
+        """Lease the first `nbytes`; the slab returns to its shelf when this memoryview dies.
 
         Tensors made with `torch.frombuffer` hold it, so the slab outlives every view into it.
         """
@@ -144,26 +144,26 @@ class HostSlab:
         return lease
 
     def call_on_death(self, forget: Callable[[HostSlab], None]) -> None:
-        """Have `forget` called with this slab when its lease dies, instead of returning to the shelf."""
+        """Have `forget` called with this slab when its lease dies, instead of returning the slab to its shelf."""
         lease = self._watch() if self._watch is not None else None
         if lease is not None:  # else it is on the shelf already
             self._watch = weakref.ref(lease, lambda _: forget(self))
 
     def unwatch(self) -> None:
-        """Forget the lease, which knows this slab in turn: the memory then goes without the garbage collector."""
+        """Drop the watch, which refers back to this slab: without the cycle, freeing needs no garbage collector."""
         self._watch = None
 
     def is_leased(self) -> bool:
-        """Whether a lease of it lives."""
+        """Whether a lease of this slab is alive."""
         return self._watch is not None and self._watch() is not None
 
     def make_events(self, make_event: Callable[..., torch.cuda.Event]) -> Events:
-        """Make the events that it has not had yet."""
+        """Make the events of this slab, which had none."""
         self.events = Events.make(make_event)
         return self.events
 
     def crowded(self) -> bool:
-        """Whether so many slabs of this size are out that bytes should be copied out of this one."""
+        """Whether so many slabs of this size are held that bytes should be copied out of this one."""
         return self.shelf.is_crowded()
 
     def is_idle(self) -> bool:
@@ -172,13 +172,13 @@ class HostSlab:
         return flight is None or flight.done or flight.is_done()
 
     def __del__(self) -> None:
-        """Where the pool was dropped rather than closed, hold the memory back until no copy uses it."""
-        flight = getattr(self, "flight", None)  # an interrupt may have come before it was made
+        """If the pool was dropped rather than closed, keep the memory until no copy uses it."""
+        flight = getattr(self, "flight", None)  # an interrupt may have come before it was set
         if flight is not None and not flight.done:
             _orphans.append((flight, self.array))
 
 
-# Not looked at in a destructor, which must neither block nor fail: the next slab to be made does it.
+# Freed when the next slab is made, not in a destructor, which must neither block nor fail.
 _orphans: deque[tuple[Flight, ByteArray]] = deque()
 
 
@@ -189,7 +189,7 @@ def _free_landed_orphans() -> None:
             landed = False
             try:
                 landed = orphan[0].is_done()
-            finally:  # also where a broken device raises
+            finally:  # also if a broken device raises
                 if not landed:
                     _orphans.append(orphan)
 
@@ -197,21 +197,21 @@ def _free_landed_orphans() -> None:
 class HostPool:
     """Slabs by size class, within a byte budget.
 
-    Once the system has refused memory, it is not asked again for that much or more, since asking takes milliseconds:
-    not before pinned memory was given up here, or `RETRY_AFTER` such requests were turned down.
+    After the system has refused memory, it is not asked for that much or more, since asking takes milliseconds, until
+    memory of this pool has been freed or `RETRY_AFTER` such requests have been rejected.
 
     Parameters
     ----------
     budget_bytes
-        Most memory that the pool ever holds.
+        Maximum memory that the pool holds.
     slabs_per_class
-        Most slabs of one size. Past half of it, snapshots copy their bytes out instead of keeping a slab, so that
-        pinned memory stays bounded however long consumers keep their payloads.
+        Maximum number of slabs of one size. Past half of it, snapshots copy their bytes out instead of keeping a slab,
+        so that pinned memory stays bounded however long consumers keep their payloads.
     pin
-        Whether the memory is pinned; ordinary memory serves where no GPU copies into it.
+        Whether the memory is pinned; pageable memory is enough if no GPU copies into it.
     lands_copies
-        Whether copies from a device land here. Then a larger slab that is idle serves where pinning one of the right
-        size would take milliseconds, and making a slab frees those of pools that were dropped while copies went on.
+        Whether copies from a device land here. If so, an idle larger slab is used where pinning one of the right size
+        would take milliseconds, and making a slab frees slabs of pools that were dropped with copies in flight.
     """
 
     RETRY_AFTER = 1000
@@ -232,11 +232,11 @@ class HostPool:
 
     @property
     def refusal(self) -> str | None:
-        """What the system said when it last refused pinned memory, as long as that counts."""
+        """The system's message when it last refused pinned memory; None once the refusal no longer applies."""
         return self._refusal.message if self._refusal is not None else None
 
     def shelf(self, nbytes: int) -> Shelf:
-        """Where the slabs for so many bytes stand."""
+        """The shelf of the slabs for `nbytes`."""
         capacity = slab_class(nbytes)
         shelf = self._shelves.get(capacity)
         if shelf is None:
@@ -244,17 +244,17 @@ class HostPool:
         return shelf
 
     def acquire(self, nbytes: int) -> HostSlab | None:
-        """An idle slab of at least `nbytes`, or None where the budget or the system refuses one."""
+        """An idle slab of at least `nbytes`, or None if the budget or the system refuses one."""
         slab = self.take(nbytes)
         return self.take(nbytes) if slab is None and self._bring_back_lost() else slab
 
     def take(self, nbytes: int) -> HostSlab | None:
-        """The same, without a look for slabs that an interrupt has left on no shelf."""
+        """Like `acquire`, without a search for slabs that an interrupt has left on no shelf."""
         shelf = self.shelf(nbytes)
         return shelf.take() or self._borrow(shelf) or self._grow(shelf)
 
     def reserve(self, nbytes: int, slabs: int) -> None:
-        """Allocate ahead, so that later no `acquire` has to."""
+        """Allocate slabs ahead, so that no later `acquire` has to."""
         shelf = self.shelf(nbytes)
         while shelf.count < slabs:
             slab = self._grow(shelf)
@@ -264,11 +264,11 @@ class HostPool:
 
     @property
     def in_use(self) -> int:
-        """Slabs that a snapshot or a view holds."""
+        """Number of slabs that a snapshot or a view holds."""
         return sum(shelf.count - shelf.unheld() for shelf in tuple(self._shelves.values()))
 
     def close(self) -> None:
-        """Wait for the copies in flight and drop idle slabs; slabs that views hold go when the views do."""
+        """Wait for the copies in flight and free idle slabs; slabs that views hold are freed when the views die."""
         self._bring_back_lost()
         for slab in tuple(self._slabs):
             if slab.flight is not None:
@@ -280,9 +280,9 @@ class HostPool:
                 self._forget(shelf.idle.popleft())
 
     def _borrow(self, shelf: Shelf) -> HostSlab | None:
-        """An idle slab from a shelf of larger ones, which gets it back; never the last that is there.
+        """An idle slab from a shelf of larger ones, to which it returns; never the last idle one there.
 
-        Larger packs would have to pin another, and would find their slabs crowded.
+        Without it, larger packs would have to pin another slab, and would find their shelf crowded.
         """
         if not self.lands_copies or shelf.capacity < LARGE_SLAB_BYTES:
             return None
@@ -299,7 +299,7 @@ class HostPool:
         if self.held_bytes + size > self.budget_bytes and not self._trim(shelf):
             return None
         if self.lands_copies:
-            _free_landed_orphans()  # not within: what a broken device raises is no refusal
+            _free_landed_orphans()  # outside of the try: an error of a broken device is no refusal
         try:
             slab = HostSlab(shelf, pin=self.pin)
         except RuntimeError as error:  # locked-memory limits of the system or the container
@@ -315,17 +315,17 @@ class HostPool:
         return slab
 
     def _bring_back_lost(self) -> bool:
-        """Put slabs on their shelf that were taken and never leased, as an interrupt leaves them; whether any was.
+        """Return slabs to their shelf that an interrupt left taken but not leased; returns whether there were any.
 
-        Whoever calls this holds no slab that is not leased.
+        The caller must not hold a slab that is not leased.
         """
         unleased = [slab for slab in tuple(self._slabs) if not slab.is_leased()]
-        for shelf in self._shelves.values():  # after looking, so that leases that have died since are seen here
+        for shelf in self._shelves.values():  # after the check, so that leases that died since are collected here
             shelf.collect()
         idle = {slab for shelf in self._shelves.values() for slab in shelf.idle}
         lost = [slab for slab in unleased if slab not in idle]
         for slab in lost:
-            slab.unwatch()  # should the watch of its last lease still be on its way, it comes too late
+            slab.unwatch()  # if the watch of its last lease is returned later, it is ignored
             slab.shelf.idle.append(slab)
         return bool(lost)
 
@@ -338,13 +338,13 @@ class HostPool:
         return refusal.requests_left >= 0
 
     def _trim(self, shelf: Shelf) -> bool:
-        """Drop idle slabs of other sizes until there is room for one more of this; whether there is."""
+        """Free idle slabs of other sizes until there is room for one more of this size; returns whether there is."""
         others = [other for _, other in sorted(self._shelves.items()) if other is not shelf]
         for other in others:
             other.collect()
         idle_bytes = sum(slab.capacity for other in others for slab in other.idle if slab.is_idle())
         if self.held_bytes - idle_bytes + shelf.capacity > self.budget_bytes:
-            return False  # dropping all of them would only make later packs pin memory again
+            return False  # freeing all of them is not enough, and later packs would pin memory again
         for other in others:
             for _ in range(len(other.idle)):
                 if self.held_bytes + shelf.capacity <= self.budget_bytes:
@@ -352,7 +352,7 @@ class HostPool:
                 slab = other.idle.popleft()
                 if slab.is_idle():
                     self._forget(slab)
-                    del slab  # torch has its memory back before it is asked to release what it caches
+                    del slab  # returns its memory to torch before torch is asked to release its cache
                 else:
                     other.idle.append(slab)
         if self.pin:
@@ -369,7 +369,7 @@ class HostPool:
 
 @dataclass(slots=True)
 class _Refusal:
-    """The system would not pin `size_bytes`; `requests_left` more are turned down without asking it."""
+    """The system refused to pin `size_bytes`; `requests_left` more requests are rejected without asking it."""
 
     size_bytes: int
     message: str
@@ -377,7 +377,7 @@ class _Refusal:
 
 
 def _release_cached_pinned_memory() -> None:
-    """Make torch give the pinned blocks that nobody uses back to the system."""
+    """Make torch return unused pinned blocks to the system."""
     release = getattr(torch._C, "_host_emptyCache", None)
     if release is not None:
         release()

@@ -1,9 +1,9 @@
 """Arguments for C functions, converted once instead of in every call.
 
-A function of `ctypes` that is told its argument types converts each argument by a Python call: half of the time of a
-short call, and more than half of what it touches in the processor's caches. Functions made here take what `pointer`
-and `size` return, None for a null pointer, and plain integers for C's ``int``. Nothing checks that: a plain integer in
-the place of a pointer is cut to 32 bits.
+A `ctypes` function with declared argument types converts each argument by a Python call: half of the time of a short
+call, and more than half of its footprint in the CPU caches. Functions made here take what `pointer` and `size` return,
+None for a null pointer, and plain integers for C's ``int``. Nothing checks this: a plain integer in place of a pointer
+is truncated to 32 bits.
 """
 
 from __future__ import annotations

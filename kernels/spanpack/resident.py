@@ -1,4 +1,4 @@
-"""Residents: plans that were launched before, with all that their next pack needs at hand."""
+"""Residents: plans that were launched before, with everything that their next pack needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .pool import HostPool
 
 
 class Resident:
-    """What one plan's packs have in common.
+    """What all packs of one plan share.
 
     Attributes
     ----------
@@ -20,15 +20,15 @@ class Resident:
     table
         The descriptors on the device; None if the launch's arguments carry all of them.
     turn
-        Grows from use to use, over all residents.
+        Increases with every use, across all residents.
     shelf
         The pinned slabs that its packs go to.
     direct
         Whether the gather stores into the pinned slab.
     reads_every_leaf
-        Whether the addresses of all leaves, as given, are what the gather needs.
+        Whether the gather reads every leaf in place, at the leaf's own address.
     has_extras
-        Whether something else than one launch is to be done: leaves that are staged, on the host, or opaque.
+        Whether packs need more than one launch: they have leaves that are staged, on the host, or opaque.
     """
 
     __slots__ = ("direct", "has_extras", "launch", "reads_every_leaf", "shelf", "table", "turn")

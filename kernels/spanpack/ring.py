@@ -1,4 +1,4 @@
-"""Device slabs: where the gather writes and the copy to the host reads."""
+"""Device slabs: buffers that the gather writes and the copy to the host reads."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class DeviceSlab:
     Attributes
     ----------
     tensor
-        ``[capacity] uint8``, zeros at first: the copy to the host takes along the gaps between columns.
+        ``[capacity] uint8``, zeroed at first: the copy to the host includes the gaps between columns.
     address, capacity
-        In bytes. A slab that has left its ring has no capacity.
+        Device address, and size in bytes; both are 0 once the slab has left its ring.
     flight
-        The last pack that goes through it; at first its being zeroed, which another stream must not overtake.
+        The last pack that goes through it; at first the zeroing, for which other streams must wait.
     turn
-        Grows from use to use, over all slabs.
+        Increases with every use, across all slabs.
     """
 
     __slots__ = ("address", "capacity", "flight", "tensor", "turn")
@@ -33,7 +33,7 @@ class DeviceSlab:
         self.turn = 0
 
     def retire(self) -> None:
-        """Let the memory go, whoever still knows the slab; torch frees it once the copies are over."""
+        """Drop the memory even if the slab is still referenced; torch frees it once the copies are done."""
         del self.tensor
         self.address = self.capacity = 0
 
@@ -41,9 +41,9 @@ class DeviceSlab:
 class DeviceRing:
     """A few device slabs, reused in turn.
 
-    A slab whose copy has landed is free. When none is, up to `max_slabs` are allocated within `budget_bytes`; past
+    A slab whose copy has landed is free. If none is free, up to `max_slabs` are allocated within `budget_bytes`; past
     that the producing stream waits for the oldest copy. The host never waits. A pack for which all slabs are too small
-    gets one beyond the budget only where dropping the free ones is not enough.
+    gets a new one, beyond the budget only if dropping the free slabs is not enough.
     """
 
     def __init__(self, runtime: TorchRuntime, *, max_slabs: int = 4, budget_bytes: int = 1 << 30) -> None:
@@ -57,7 +57,7 @@ class DeviceRing:
         self.stream_waits = 0
 
     def acquire(self, nbytes: int, stream: int) -> DeviceSlab:
-        """A slab that work on `stream` may write from now on. May raise torch's out-of-memory error."""
+        """A slab that work on `stream` may write from now on; may raise torch's out-of-memory error."""
         latest = self._latest
         if latest is not None and latest.capacity >= nbytes and latest.flight.done:
             return latest
@@ -65,7 +65,7 @@ class DeviceRing:
         return latest
 
     def reserve(self, nbytes: int, slabs: int) -> None:
-        """Allocate ahead, so that later no `acquire` has to."""
+        """Allocate slabs ahead, so that no later `acquire` has to."""
         size = slab_class(nbytes)
         while sum(slab.capacity >= size for slab in self._slabs) < min(slabs, self._max_slabs):
             self._allocate(size, self._runtime.current_stream())
@@ -98,14 +98,14 @@ class DeviceRing:
         return oldest
 
     def _has_room(self, nbytes: int, size: int) -> bool:
-        """Whether one more may be allocated, in place of one that is too small where there are as many as may be."""
+        """Whether one more may be allocated; at the maximum number, in place of one that is too small."""
         if len(self._slabs) < self._max_slabs:
             return self.nbytes + size <= self._budget_bytes
         smallest = min(slab.capacity for slab in self._slabs)
         return smallest < nbytes and self.nbytes - smallest + size <= self._budget_bytes
 
     def _make_room(self, size: int) -> None:
-        """Drop slabs that no copy uses, the smallest first, until one more keeps to the budget."""
+        """Drop slabs that no copy uses, the smallest first, until one more fits in the budget."""
         for slab in sorted(self._slabs, key=lambda slab: slab.capacity):
             if self.nbytes + size <= self._budget_bytes:
                 return
@@ -118,7 +118,7 @@ class DeviceRing:
         slab.retire()
 
     def _allocate(self, size: int, stream: int) -> DeviceSlab:
-        """A new slab; at the limit it takes the place of the smallest, which is too small for this pack."""
+        """A new slab; at the maximum number it replaces the smallest, which is too small for this pack."""
         slab = DeviceSlab(size, self._runtime, stream)
         if len(self._slabs) >= self._max_slabs:
             self._drop(min(self._slabs, key=lambda old: old.capacity))

@@ -1,4 +1,4 @@
-"""Parts of columns, and what the gather is told of them: a table of segments, or a few runs among its arguments."""
+"""Parts of columns, and their descriptors for the gather: a table of segments, or a few runs as arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from .columns import Int64Array, PieceFacts
 from .tiles import DESTINATION, LEAF, LENGTH, ROW_BYTES, ROW_STRIDE, SOURCE
 
-MOST_PASSED = 8  # runs, or leaves' addresses, that the kernel takes as arguments
+MOST_PASSED = 8  # maximum number of runs, or of leaf addresses, passed as kernel arguments
 
 
 class Part(NamedTuple):
@@ -19,13 +19,13 @@ class Part(NamedTuple):
     Attributes
     ----------
     leaf
-        The one that they are taken from; the first, where their runs name several.
+        The leaf that the pieces are taken from; the first one if their runs name several.
     facts
-        What the pieces are.
+        Facts about the pieces.
     row_bytes, row_stride
-        Of that leaf, and of those like it.
+        Of that leaf, and of the others that the runs name.
     offset_bytes
-        Where they go in the slab, one behind the other.
+        Offset in the slab where the pieces start; they are contiguous.
     """
 
     leaf: int
@@ -36,20 +36,20 @@ class Part(NamedTuple):
 
 
 class PassedRun(NamedTuple):
-    """Bytes of a leaf that go into the slab, once or several times, one behind the other.
+    """A run of bytes of a leaf that goes into the slab once, or several times contiguously.
 
     Attributes
     ----------
     leaf
-        Its index.
+        Index of the leaf.
     source
         First byte in the leaf.
     destination
         First byte in the slab.
     nbytes
-        Of one copy.
+        Length of one copy.
     copies
-        How often.
+        Number of copies.
     """
 
     leaf: int
@@ -60,12 +60,12 @@ class PassedRun(NamedTuple):
 
 
 def count_segments(parts: Sequence[Part]) -> int:
-    """How many segments the table has."""
+    """Number of segments in the table."""
     return sum([len(part.facts.runs.starts) for part in parts])
 
 
 def make_segments(parts: Sequence[Part]) -> Int64Array:
-    """The table of segments, see `Plan.segments`; of all parts together, since a NumPy call costs the same for one."""
+    """The segment table of all parts, see `Plan.segments`; a NumPy call costs the same for one part as for all."""
     if not parts:
         return np.zeros((0, 6), dtype=np.int64)
     counts = [len(part.facts.runs.starts) for part in parts]
@@ -98,9 +98,9 @@ def make_segments(parts: Sequence[Part]) -> Int64Array:
 
 
 def make_passed_runs(parts: Sequence[Part]) -> tuple[PassedRun, ...] | None:
-    """The segments as kernel arguments; None if there are more than `MOST_PASSED` runs, or one whose rows stand apart.
+    """The segments as kernel arguments; None if there are more than `MOST_PASSED` runs, or one with strided rows.
 
-    Most steps have a few: all spans of a step are one run in each leaf, and what every consumer gets a copy of is one.
+    Most steps have few runs: all spans of a step are one run per leaf, and so are the copies of an invariant leaf.
     """
     found: list[PassedRun] = []
     for part in parts:
@@ -118,4 +118,4 @@ def make_passed_runs(parts: Sequence[Part]) -> tuple[PassedRun, ...] | None:
             nbytes = row_count * part.row_bytes
             found.append(PassedRun(leaf, int(starts[place]) * stride, destination, nbytes, part.facts.copies))
             destination += nbytes
-    return tuple(sorted(found))  # so that mostly the first is of leaf 0, and so on
+    return tuple(sorted(found))  # so that run i is mostly leaf i, see RunArguments

@@ -1,4 +1,4 @@
-"""The self-test of warming up: packs awkward leaves the way packs go, and compares every byte with torch."""
+"""The self-test at warm-up: packs awkward leaves as a real pack does, and compares every byte with torch."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ _SENTINEL = 0xA5
 
 
 def self_test(engine: CudaEngine, config: LaunchConfig, *, direct: bool = False) -> None:
-    """Pack runs, odd bytes and strided rows through one configuration; gaps between columns must stay as they were.
+    """Pack runs, odd lengths and strided rows with one configuration; gaps between columns must stay unwritten.
 
-    Loads what the driver loads when it is first used: the upload of descriptors, the kernel, and the copy to the host
-    or the store into pinned memory. Without pinned memory the copy is torch's, and of a direct store there is nothing
-    to test.
+    Triggers what the driver loads at first use: the upload of descriptors, the kernel, and the copy to the host or the
+    store into pinned memory. Without pinned memory, torch makes the copy, and a direct store is not tested.
 
     Raises
     ------
     RuntimeError
-        The bytes are wrong. Whatever a compiler or a driver raises comes as it is.
+        The bytes are wrong. Errors of a compiler or a driver propagate unchanged.
     """
     base = _bytes(engine)
     leaves = [
@@ -42,13 +41,13 @@ def self_test(engine: CudaEngine, config: LaunchConfig, *, direct: bool = False)
         base.view(-1, 512)[:, :64],
     ]
     _test(engine, config, leaves, _whole(leaves), direct=direct)
-    if not direct:  # whose kernel is the same
+    if not direct:  # which uses the same kernel
         leaves = leaves * MOST_PASSED  # so many that their addresses need a table
         _test(engine, config, leaves, _whole(leaves))
 
 
 def self_test_of_runs(engine: CudaEngine, config: LaunchConfig, *, direct: bool = False) -> None:
-    """The same of the kernel that is told of a few runs: as many as it takes, all different."""
+    """Like `self_test`, for the kernel with passed runs: as many runs as it takes, all different."""
     base = _bytes(engine)
     leaves = [base[:99999], base[7:4000]]
     runs = [(0, 0, 99999, 1), (1, 0, 3993, 3), (0, 11, 5001, 1), (1, 5, 17, 2)]  # leaf, first byte, bytes, copies
@@ -98,7 +97,7 @@ def _test(
             else:
                 resident.launch(packed.data_ptr(), stream, addresses)
                 runtime.copy_to_host(flight, host.address, packed.data_ptr(), plan.device_bytes, stream)
-    finally:  # also where it failed: what was queued may still read and write
+    finally:  # also on failure: queued work may still read and write
         runtime.synchronize_current()
         flight.wait()
     _compare(found, expected, config)

@@ -1,4 +1,4 @@
-"""Snapshots: the handle of a pack in flight, and the zero-copy views into what has landed."""
+"""Snapshots: the handle of a pack in flight, and the zero-copy views into its landed bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .overflow import Overflow
     from .pool import HostSlab
 
-# torch's stubs know these two only in the form that fills given tensors.
+# Torch's stubs declare only those overloads of these two that write to given tensors.
 _split_copy: Callable[..., Sequence[Tensor]] = torch.split_with_sizes_copy  # type: ignore[assignment]
 _unbind_copy: Callable[..., Sequence[Tensor]] = torch.unbind_copy  # type: ignore[assignment]
 
@@ -29,16 +29,16 @@ _NOTHING: Mapping[int, Tensor] = MappingProxyType({})
 
 
 class Rest:
-    """What is not in the slab when a snapshot is made: fetched by whoever waits for it first.
+    """What is not in the slab when a snapshot is made; fetched by the first thread that waits for it.
 
     Attributes
     ----------
     late
         The device part of a pack without a pinned slab.
     opaque
-        Copies of the leaves that are moved as objects, by leaf.
+        Copies of the leaves that are moved as objects, by leaf index.
     lock
-        Held while it is fetched or given up.
+        Held while the rest is fetched or released.
     """
 
     __slots__ = ("late", "lock", "opaque")
@@ -50,10 +50,10 @@ class Rest:
 
 
 class Snapshot:
-    """The bytes of one pack, on their way to the host or there.
+    """The bytes of one pack, on their way to the host or already there.
 
     Made by `Packer.run`. Safe to wait for and to read from several threads. Dropping it is safe at any time: slabs in
-    use by a copy are not touched before the copy is over.
+    use by a copy are not reused before the copy is done.
     """
 
     __slots__ = (
@@ -81,11 +81,11 @@ class Snapshot:
     ) -> None:
         # One is made per step, on the decode thread: no lock and no dict unless there is something left to fetch.
         self._plan = plan
-        self._lease = lease  # [slab_bytes]; every view holds it, and with it the slab
+        self._lease = lease  # [slab_bytes]; every view keeps it alive, and with it the slab
         self._flight = flight
         self._slab = slab
         self._rest = rest
-        self._overflow = overflow  # where the bytes go from a slab that is crowded; None once that is decided
+        self._overflow = overflow  # takes the bytes of a crowded slab; None once that is decided
         self._opaque: Mapping[int, Tensor] = _NOTHING  # leaves that were moved as objects, once they are on the host
         self._landed = flight is None and rest is None
         self._crowded = self._copies_pieces = self._released = False
@@ -97,11 +97,11 @@ class Snapshot:
 
     @property
     def copies_out(self) -> bool:
-        """Whether bytes are copied out of the slab because views hold so many; False before `wait` has returned."""
+        """Whether bytes are copied out of the slab because too many slabs are held; False until `wait` has returned."""
         return self._crowded
 
     def done(self) -> bool:
-        """Whether the device is done. `wait` then returns at once, or after one copy if a slower path was taken."""
+        """Whether the device is done; `wait` then returns at once, or after one copy if a slower path was taken."""
         if self._landed:
             return True
         rest = self._rest
@@ -158,9 +158,9 @@ class Snapshot:
     def split(self, index: int) -> tuple[Tensor, ...]:
         """One tensor per piece of a column, in order; waits for the bytes.
 
-        Zero-copy: the pieces share the column's storage, which keeps the slab from being used again. While too many
-        slabs are kept that way, the whole slab is copied to pageable memory first; past a bound, each piece is copied
-        into memory of its own instead, all of them by one call.
+        Zero-copy: the pieces share the column's storage, which keeps the slab from being reused. While too many slabs
+        are held this way, the whole slab is copied to pageable memory first; past the budget of that memory, each piece
+        is copied to its own memory instead, all of them by one call.
 
         Parameters
         ----------
@@ -183,14 +183,14 @@ class Snapshot:
             return (whole, *(whole.clone() for _ in column.rows[1:]))
         if column.scalar:
             return tuple(_unbind_copy(whole) if self._copies_pieces else whole.unbind())
-        # "Unsafe" is the split that leaves out autograd's record of views, a quarter of the time; host bytes have none.
+        # "Unsafe" skips autograd's view tracking, which takes a quarter of the time and which host bytes don't need.
         return tuple((_split_copy if self._copies_pieces else torch.unsafe_split_with_sizes)(whole, column.rows))
 
     def pieces(self, index: int) -> list[Tensor]:
         """Like `split`, but each piece has a storage of its own that ends where the piece ends.
 
-        Costs about twice as much as `split`. Pickling, `torch.save` and `share_memory_` of such a piece move its own
-        bytes only, where a piece of `split` drags the whole column along.
+        Costs about twice as much as `split`. Pickling, `torch.save` and `share_memory_` of such a piece process its own
+        bytes only; of a piece from `split` they process the whole column.
 
         Parameters
         ----------
@@ -230,7 +230,7 @@ class Snapshot:
         return found
 
     def release(self) -> None:
-        """Give up the snapshot's own hold on its slab; views that exist stay valid and keep it."""
+        """Give up the snapshot's own hold on its slab; existing views stay valid and keep it alive."""
         rest = self._rest
         with nullcontext() if rest is None else rest.lock:
             self._released = True
@@ -246,19 +246,19 @@ class Snapshot:
         return flat.view(column.shape)
 
     def _bytes(self) -> memoryview:
-        """The bytes, moved out of a crowded slab when they are first asked for."""
+        """The bytes; the first call moves them out of a crowded slab."""
         lease, overflow = self._lease, self._overflow
         if lease is None:
             raise _released()
         if overflow is None or not self._crowded:
             return lease
         moved = overflow.take_over(lease)
-        self._overflow = None  # decided; two threads that get here each have a valid copy
+        self._overflow = None  # decided; if two threads get here, each has a valid copy
         if moved is None:
             self._copies_pieces = True
             return lease
         self._lease = moved
-        if self._released:  # meanwhile
+        if self._released:  # by another thread, meanwhile
             self._lease = None
         return moved
 

@@ -24,9 +24,9 @@ class Stats:
     plans_resident
         Plans that are ready to be launched again, with descriptors on the device where they need any.
     pinned_bytes, pinned_peak_bytes, pinned_allocations
-        Pinned memory of the pool now and at most, and how often it was allocated.
+        Pinned memory of the pool, now and at its peak; how often it was allocated.
     overflow_bytes
-        Pageable memory for what is kept long, in use or to be used again.
+        Pageable memory for payloads that are kept long, in use or idle.
     device_bytes, device_allocations
         Memory of the device slabs and of late packs, see `Packer`; how often device slabs were allocated.
     slabs_in_use
@@ -63,7 +63,7 @@ class Fallbacks:
         self._counts: Counter[str] = Counter()
 
     def note(self, reason: str, message: str) -> None:
-        """Count one; the first of its reason is logged as a warning."""
+        """Count one fallback; the first for each reason is logged as a warning."""
         if reason not in self._counts:
             logger.warning("spanpack: %s", message)
         self._counts[reason] += 1

@@ -1,4 +1,4 @@
-"""Tiles: segments cut into pieces of work for one program of the kernel each."""
+"""Tiles: segments cut into pieces, each copied by one program of the kernel."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ LEAF, SOURCE, DESTINATION, LENGTH, ROW_BYTES, ROW_STRIDE = range(6)
 
 
 def make_tiles(segments: Int64Array, tile_bytes: int) -> Int64Array:
-    """Cut segments into pieces of work for one program of the kernel each.
+    """Cut segments into tiles, each copied by one program of the kernel.
 
     Parameters
     ----------
     segments
         ``[num_segments, 6] int64``, see `Plan.segments`.
     tile_bytes
-        Length of a tile. A tile of a row-strided segment holds whole rows, or part of one row where a row is longer.
+        Length of a tile. A tile of a row-strided segment holds whole rows, or part of one row if a row is longer.
 
     Returns
     -------
     ndarray
-        ``[num_tiles, 6] int64``, in the columns of `Plan.segments`.
+        ``[num_tiles, 6] int64``, with the columns of `Plan.segments`.
     """
     row_bytes = segments[:, ROW_BYTES]
     if not row_bytes.any():
@@ -42,7 +42,7 @@ def make_tiles(segments: Int64Array, tile_bytes: int) -> Int64Array:
 
 
 def _cut(segments: Int64Array, step: int | Int64Array, source_step: int | Int64Array) -> Int64Array:
-    """Cut segments into tiles of `step` bytes, which begin `source_step` bytes after each other in the leaf."""
+    """Cut segments into tiles of `step` bytes, whose first bytes are `source_step` bytes apart in the leaf."""
     counts = -(-segments[:, LENGTH] // step)
     ends = counts.cumsum()
     if not len(ends) or ends[-1] == len(ends):  # one tile each

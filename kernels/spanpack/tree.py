@@ -1,9 +1,9 @@
-"""Payload trees: take the tensors out, remember the rest, put tensors back.
+"""Payload trees: extract the tensors, keep the rest, and build trees from both.
 
 A tree is made of dicts (any ``Mapping``), lists, tuples, named tuples and dataclasses. `flatten` walks it once and
-returns its *leaves* (tensors), a hashable *spec* (containers, keys, where leaves and values stand) and its plain
-*values*, copied so that later changes by the caller do not show. Two trees with equal specs have their leaves in the
-same places, which is what makes a plan reusable.
+returns its *leaves* (tensors), a hashable *spec* (containers, keys, positions of leaves and values) and its plain
+*values*, copied so that later changes by the caller have no effect. Two trees with equal specs have their leaves in the
+same places, which makes a plan reusable.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TreeSpec = tuple[Any, ...]  # flat, in walking order: LEAF, VALUE or (kind, *des
 
 LEAF: Final = "leaf"
 VALUE: Final = "value"
-_PLAIN_KEYS: Final = frozenset({str, int, bytes, type(None)})  # whose values never equal one of another of these types
+_PLAIN_KEYS: Final = frozenset({str, int, bytes, type(None)})  # no value of one type equals one of another
 IMMUTABLE: Final = frozenset({str, bytes, int, float, bool, complex, type(None)})
 
 
@@ -42,13 +42,13 @@ def flatten(tree: Any) -> tuple[list[Tensor], TreeSpec, list[Any]]:
     spec : TreeSpec
         Hashable structure; equal for trees that have the same containers, keys and kinds of nodes.
     values : list
-        What is neither container nor tensor, in walking order. Lists of plain values count as one value. Lists and
+        All that is neither container nor tensor, in walking order. Lists of plain values count as one value. Lists and
         NumPy arrays are copied; objects of other types are kept by reference.
 
     Raises
     ------
     InputError
-        A container holds itself, or containers are nested deeper than Python can walk.
+        A container holds itself, or containers are nested deeper than Python's recursion limit.
     LeafError
         A set or deque holds tensors.
     """
@@ -63,7 +63,7 @@ def flatten(tree: Any) -> tuple[list[Tensor], TreeSpec, list[Any]]:
 
 
 def _why_endless(tree: Any) -> str:
-    """What keeps a tree from being walked to its end, found without recursion and in the order of the walk."""
+    """Why a tree can't be walked to its end, determined without recursion and in walking order."""
     walks = [(id(tree), "", iter(_children_by_name(tree)))]
     while walks and len(walks) <= sys.getrecursionlimit():
         step = next(walks[-1][2], None)
@@ -127,7 +127,7 @@ def _walk(node: Any, leaves: list[Tensor], spec: list[Any], values: list[Any]) -
 
 
 def copy_if_plain(node: Any) -> Any:
-    """A list of immutable values, copied, or a tuple of such; None for anything else, also for one without items."""
+    """A non-empty list of immutable values, copied, or a non-empty tuple of such values; None for anything else."""
     kind = type(node)
     if (kind is list or kind is tuple) and node and IMMUTABLE.issuperset(map(type, node)):
         return list(node) if kind is list else node
@@ -135,7 +135,7 @@ def copy_if_plain(node: Any) -> Any:
 
 
 def _describe_keys(kind: type, node: Mapping[Any, Any]) -> tuple[Any, ...]:
-    """Head token of a mapping; with the kinds of its keys where keys of another kind might equal them."""
+    """Head token of a mapping, with the types of its keys if keys of another type might equal them."""
     keys = tuple(node)
     if _PLAIN_KEYS.issuperset(map(type, keys)):
         return kind, keys
@@ -173,9 +173,9 @@ def _copy_value(value: Any) -> Any:
 
 
 def unflatten(spec: TreeSpec, leaves: Sequence[Any], values: Sequence[Any]) -> Any:
-    """Build a tree from a spec: the reverse of `flatten`.
+    """Build a tree from a spec: the inverse of `flatten`.
 
-    Mappings that are not dicts come back as dicts. Values are copied again, so that every tree built from one spec
+    Mappings that are not dicts become dicts. Values are copied again, so that every tree built from one spec
     owns its lists.
 
     Parameters
@@ -185,7 +185,7 @@ def unflatten(spec: TreeSpec, leaves: Sequence[Any], values: Sequence[Any]) -> A
     leaves
         What to put where the tensors were, in walking order.
     values
-        Likewise for the plain values.
+        What to put where the plain values were, in walking order.
 
     Returns
     -------
@@ -206,7 +206,7 @@ def _build(tokens: Iterator[Any], leaves: Iterator[Any], values: Iterator[Any]) 
     if kind is dict or kind is Mapping:
         return {key: _build(tokens, leaves, values) for key in described}
     if more and more[0] == "dataclass":
-        made = object.__new__(kind)  # its fields as they were, without what __init__ would make of them
+        made = object.__new__(kind)  # sets its fields as they were, without running __init__
         for name in described:
             object.__setattr__(made, name, _build(tokens, leaves, values))
         return made
@@ -218,7 +218,7 @@ def _build(tokens: Iterator[Any], leaves: Iterator[Any], values: Iterator[Any]) 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
-    """A leaf, or a list or tuple of leaves only, and where it stands in its tree.
+    """A leaf, or a list or tuple of leaves only, and its position in its tree.
 
     Attributes
     ----------
@@ -236,14 +236,14 @@ class Node:
 
 
 def nodes(spec: TreeSpec) -> list[Node]:
-    """The leaves of a spec in walking order, lists of tensors taken together as one node each."""
+    """The nodes of a spec in walking order; a list or tuple of leaves only is one node."""
     found: list[Node] = []
     _find_nodes(spec, 0, (), found, 0)
     return found
 
 
 def _find_nodes(spec: TreeSpec, at: int, path: tuple[str, ...], found: list[Node], leaf: int) -> tuple[int, int]:
-    """Add the nodes below position `at`; returns the position behind and the number of the next leaf."""
+    """Add the nodes below position `at`; returns the position after them and the index of the next leaf."""
     token = spec[at]
     at += 1
     if token is VALUE:

@@ -1,4 +1,4 @@
-"""Find the fastest launch configurations and transports for the GPU at hand: ``python -m spanpack.tune``.
+"""Find the fastest launch configurations and transports for this GPU: ``python -m spanpack.tune``.
 
 Writes one JSON that `load_configs` reads, and a chart beside it. docs/tuning.md says what is searched and how.
 """
@@ -32,22 +32,22 @@ __all__ = ["Workload", "main"]
 
 ReadTrace = Callable[[str, torch.device], Sequence[Workload]]
 
-INTERRUPTED = 130  # exit status, as shells have it
+INTERRUPTED = 130  # exit status that shells use after Ctrl-C
 _TRANSPORT_BYTES = tuple(1 << power for power in range(12, 23, 2))  # 4 KiB to 4 MiB
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to tune for, and where to put what is found.
+    """What to tune for, and where to write the results.
 
     Attributes
     ----------
     workloads
         What to tune for.
     out
-        The JSON; the chart goes beside it.
+        Path of the JSON; the chart is written beside it.
     quick
-        Fewer configurations and sizes.
+        Whether to try fewer configurations and sizes.
     """
 
     workloads: Sequence[Workload]
@@ -63,16 +63,16 @@ def main(argv: Sequence[str] | None = None, *, read_trace: ReadTrace | None = No
     argv
         Arguments; those of the process if None.
     read_trace
-        Reads a trace of a user's steps, given as a path, onto a device: one workload for each kind of step, the most
-        frequent first. The format of traces is not this package's business. Raises OSError or ValueError.
+        Takes the path of a trace of a user's steps and a device; returns one workload for each kind of step, the most
+        frequent first. This package does not depend on the format of traces. Raises OSError or ValueError.
     prog
         Name of the program in its usage.
 
     Returns
     -------
     int
-        Exit status: 0 done, 1 the default configuration does not work here, 2 no GPU, no Triton or wrong usage, 130
-        ended by Ctrl-C, with the best so far written.
+        Exit status: 0, done; 1, the default configuration does not work here; 2, no GPU, no Triton or wrong usage; 130,
+        ended by Ctrl-C, with the best results so far written.
     """
     args = _parser(prog).parse_args(argv)
     try:
@@ -154,7 +154,7 @@ def _machine(device: torch.device) -> Machine:
 
 
 def _out(path: Path) -> Path:
-    """The file to write, if that can work: better now than after the search."""
+    """The output file, checked to be writable before the search starts."""
     if path.suffix != ".json":
         raise _UsageError(f"--out {path}: expected a name that ends in .json")
     try:
@@ -182,7 +182,7 @@ def _workloads(args: argparse.Namespace, read_trace: ReadTrace | None, device: t
 
 
 def most_frequent(workloads: Sequence[Workload], per_class: int) -> list[Workload]:
-    """The first few of each size class."""
+    """The first `per_class` workloads of each size class."""
     groups: defaultdict[str, list[Workload]] = defaultdict(list)
     for workload in workloads:
         if workload.device_bytes:
@@ -191,12 +191,12 @@ def most_frequent(workloads: Sequence[Workload], per_class: int) -> list[Workloa
 
 
 class ProgressBar:
-    """A bar that redraws itself on a terminal; elsewhere one line for each stage.
+    """A progress bar that redraws itself on a terminal; elsewhere one line for each stage.
 
     Parameters
     ----------
     stream
-        Where to.
+        Where to print.
     """
 
     _WIDTH = 30
@@ -208,7 +208,7 @@ class ProgressBar:
         self._started = time.monotonic()
 
     def show(self, done: int, total: int, text: str) -> None:
-        """`done` of `total` steps are over; `text` is ``stage: detail`` of the next one."""
+        """Show that `done` of `total` steps are done; `text` is ``stage: detail`` of the next one."""
         if self._on_terminal:
             filled = self._WIDTH * done // max(total, 1)
             bar = "#" * filled + "." * (self._WIDTH - filled)
@@ -221,7 +221,7 @@ class ProgressBar:
             print(f"{seconds:5.1f} s  step {done} of {total}: {stage}", file=self._stream, flush=True)
 
     def end(self) -> None:
-        """Leave the terminal's line."""
+        """Clear the bar from the terminal's line."""
         if self._on_terminal:
             print(f"\r{'':<{self._WIDTH + 70}}\r", end="", file=self._stream, flush=True)
 
