@@ -2,7 +2,8 @@
 
 `TorchRuntime` uses torch's own objects and works wherever torch does. `NativeRuntime` makes the same calls directly to
 the CUDA or HIP runtime library through `ctypes.PyDLL`. This avoids the stream context manager (9 us) and keeps the GIL:
-none of the calls blocks, and when other threads are busy, releasing and reacquiring the GIL costs more than the call.
+none of the calls blocks unless about a thousand launches are queued, and when other threads are busy, releasing and
+reacquiring the GIL costs more than the call.
 Tests replace both with a simulated device.
 """
 

@@ -11,10 +11,12 @@ from ._size_classes import LaunchConfig
 from .driver_launch import DriverKernel, load_kernel
 from .gather import NO_ADDRESSES, RunArguments, load_kernels, padded
 from .segments import PassedRun
+from .stats import Fallbacks
 
 # A launch that a `Launcher` has bound: takes the slab's address, the stream's handle and the leaves' addresses.
 Launch = Callable[[int, int, tuple[int, ...]], None]
 
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _CHANGING = 1 + len(NO_ADDRESSES)  # the slab's address, then the source addresses
 
 
@@ -23,12 +25,15 @@ class _Loaded(NamedTuple):
 
     Attributes
     ----------
+    compiled
+        Triton's object, kept because Triton 3.8 unloads the kernel with it.
     run, head
         Triton's launcher, and the arguments that it takes before the kernel's.
     driver
         The same kernel for launches by the driver; None if only Triton's launcher can launch it.
     """
 
+    compiled: Any
     run: Callable[..., None]
     head: tuple[Any, ...]
     driver: DriverKernel | None
@@ -41,10 +46,13 @@ class Launcher:
     ----------
     device
         CUDA or ROCm device, made current while a kernel is compiled.
+    fallbacks
+        Where launches are counted that the driver refuses and Triton makes; by default they are not counted.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, fallbacks: Fallbacks | None = None) -> None:
         self._device = device
+        self._fallbacks = fallbacks
         self._loaded: dict[tuple[str, LaunchConfig], _Loaded] = {}
 
     def bind(self, config: LaunchConfig, num_tiles: int, tiles: int, table: int | None) -> Launch:
@@ -71,13 +79,13 @@ class Launcher:
         passed = table is None
         loaded = self._load("passing addresses" if passed else "with a table", config)
         sources = padded if passed else _no_addresses
-        return _bind(loaded, num_tiles, sources, (tiles, table or 0), (passed, config.tile_bytes))
+        return self._bind(loaded, num_tiles, sources, (tiles, table or 0), (passed, config.tile_bytes))
 
     def bind_runs(self, config: LaunchConfig, runs: Sequence[PassedRun]) -> Launch:
         """Like `bind`, for `gather_runs`, which needs no descriptors on the device."""
         loaded = self._load("passing runs", config)
         passed = RunArguments(runs, config.tile_bytes)
-        return _bind(loaded, passed.num_tiles, passed.sources, passed.constants, (config.tile_bytes,))
+        return self._bind(loaded, passed.num_tiles, passed.sources, passed.constants, (config.tile_bytes,))
 
     def _load(self, variant: str, config: LaunchConfig) -> _Loaded:
         """The kernel of a variant and configuration, compiled at the first call."""
@@ -101,31 +109,37 @@ class Launcher:
             )
             run = compiled.run  # loads the module, so it must be read before the function
             head = compiled.function, compiled.packed_metadata, None, None, None
-            return _Loaded(run, head, load_kernel(compiled, len(arguments)))
+            return _Loaded(compiled, run, head, load_kernel(compiled, len(arguments)))
 
+    def _bind(
+        self,
+        loaded: _Loaded,
+        num_tiles: int,
+        sources: Callable[[tuple[int, ...]], tuple[int, ...]],
+        fixed: tuple[int, ...],
+        constants: tuple[Any, ...],
+    ) -> Launch:
+        """A launch of ``kernel(slab, *sources, *fixed, *constants)``."""
 
-def _bind(
-    loaded: _Loaded,
-    num_tiles: int,
-    sources: Callable[[tuple[int, ...]], tuple[int, ...]],
-    fixed: tuple[int, ...],
-    constants: tuple[Any, ...],
-) -> Launch:
-    """A launch of ``kernel(slab, *sources, *fixed, *constants)``."""
-    run, head, driver = loaded
+        def launch_by_triton(slab: int, stream: int, addresses: tuple[int, ...]) -> None:
+            loaded.run(num_tiles, 1, 1, stream, *loaded.head, slab, *sources(addresses), *fixed, *constants)
 
-    def launch_by_triton(slab: int, stream: int, addresses: tuple[int, ...]) -> None:
-        run(num_tiles, 1, 1, stream, *head, slab, *sources(addresses), *fixed, *constants)
+        if loaded.driver is None:
+            return launch_by_triton
+        launch_by_driver = loaded.driver.bind(num_tiles, _CHANGING, fixed)
 
-    if driver is None:
-        return launch_by_triton
-    launch_by_driver = driver.bind(num_tiles, _CHANGING, fixed)
+        def launch(slab: int, stream: int, addresses: tuple[int, ...]) -> None:
+            code = launch_by_driver(stream, slab, *sources(addresses))
+            if code:
+                launch_by_triton(slab, stream, addresses)  # raises what is wrong
+                self._note_refusal(code)
 
-    def launch(slab: int, stream: int, addresses: tuple[int, ...]) -> None:
-        if launch_by_driver(stream, slab, *sources(addresses)):
-            launch_by_triton(slab, stream, addresses)  # sets the CUDA context if the thread has none, or raises
+        return launch
 
-    return launch
+    def _note_refusal(self, code: int) -> None:
+        """Count a launch that the driver refused, unless the thread had no CUDA context before Triton made it one."""
+        if code != _INVALID_CONTEXT and self._fallbacks is not None:
+            self._fallbacks.note("driver launch", f"the driver refused a launch with error {code}, Triton made it")
 
 
 def _no_addresses(_: tuple[int, ...]) -> tuple[int, ...]:

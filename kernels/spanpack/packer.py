@@ -148,7 +148,7 @@ class Packer:
         self._device_type: str | None = None  # of leaves that the engine gathers; None without one or once closed
         if self.device.type == "cuda":
             runtime = load_runtime(self.device, copy_stream)
-            launcher = Launcher(self.device) if self._use_triton else None
+            launcher = Launcher(self.device, self._fallbacks) if self._use_triton else None
             configs = load_configs(torch.cuda.get_device_name(self.device), tuned)
             if transport == "copy":
                 configs = replace(configs, direct_store_bytes=0)

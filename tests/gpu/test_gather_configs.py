@@ -63,13 +63,23 @@ def test_what_was_tuned_for_this_gpu_is_among_them(cuda_device: torch.device) ->
 
 
 @pytest.mark.skipif(torch.version.hip is not None, reason="Triton's launcher launches everything on ROCm")
-def test_the_driver_is_called_without_going_through_triton(cuda_device: torch.device) -> None:
+def test_the_driver_launches_without_triton(cuda_device: torch.device) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("launched by Triton")
+
+    base = torch.randint(0, 256, (1 << 16,), dtype=torch.uint8, device=cuda_device)
+    runs, rows, many = [base[:1000]], [base[:4096].view(64, 64)[:, :32]], [base[i : i + 100] for i in range(9)]
     with Packer(cuda_device, backend="triton") as packer:
         packer.warmup()
+        engine = packer._engine
+        assert engine is not None
+        launcher = engine.launcher
+        assert launcher is not None
+        assert {variant for variant, _ in launcher._loaded} == {"passing runs", "passing addresses", "with a table"}
+        launcher._loaded = {key: loaded._replace(run=never) for key, loaded in launcher._loaded.items()}
+        engine.residents.clear()
+        for leaves in (runs, rows, many):
+            plan = make_plan(leaves, [ColumnSpec.whole(i, leaf) for i, leaf in enumerate(leaves)])
+            snapshot = packer.run(plan, leaves)
+            assert all(torch.equal(snapshot.column(i), leaf.cpu()) for i, leaf in enumerate(leaves))
         assert packer.stats().fallbacks == {}
-        assert packer._engine is not None
-        launcher = packer._engine.launcher
-    assert launcher is not None
-    variants = {variant for variant, _ in launcher._loaded}
-    assert variants == {"passing runs", "passing addresses", "with a table"}
-    assert [key for key, loaded in launcher._loaded.items() if loaded.driver is None] == []

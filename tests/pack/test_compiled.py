@@ -38,7 +38,7 @@ def check(kernel, most_lines=2000, num_warps=2, **constants):
     assert (about.num_warps, about.num_ctas) == (num_warps, 1)
     assert not about.global_scratch_size and not about.launch_cooperative_grid
     parameters = re.findall(r"\\.param \\.(\\w+)", ptx[ptx.index(".entry"):ptx.index(")", ptx.index(".entry"))])
-    assert set(parameters) == {"u64"} and len(parameters) - len(names) + len(constants) in (0, 1, 2), parameters
+    assert set(parameters) == {"u64"} and len(parameters) == len(names) - len(constants) + 2, parameters
 
 check(gather_runs, TILE_BYTES=4096)
 check(gather_tiles, TILE_BYTES=4096, PASSED=True)

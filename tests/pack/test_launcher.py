@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import struct
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from spanpack.config import LaunchConfig
 from spanpack.driver_launch import DriverKernel, load_kernel
 from spanpack.launcher import Launcher, _Loaded
 from spanpack.segments import PassedRun
+from spanpack.stats import Fallbacks
 
 kernels = pytest.importorskip("spanpack._kernels")
 
@@ -38,7 +41,8 @@ class Recorder(Launcher):
     """Has no kernels; keeps what they would have been launched with, by the names of their parameters."""
 
     def __init__(self, way: str, code: int = 0) -> None:
-        super().__init__(torch.device("cpu"))
+        self.fallbacks = Fallbacks()
+        super().__init__(torch.device("cpu"), self.fallbacks)
         self.way, self.code = way, code
         self.launched: list[tuple[str, dict[str, Any]]] = []
 
@@ -74,7 +78,7 @@ class Recorder(Launcher):
         if self.way == "driver":
             called = as_c_function(launch, *[ctypes.c_void_p] * 4)
             driver = DriverKernel(called, FUNCTION, 32, len(names) + HIDDEN)
-        return _Loaded(run, (FUNCTION, "metadata", None, None, None), driver)
+        return _Loaded("compiled", run, (FUNCTION, "metadata", None, None, None), driver)
 
 
 @pytest.mark.parametrize("way", ["triton", "driver"])
@@ -108,13 +112,35 @@ def test_launches_that_were_bound_side_by_side_do_not_share_what_they_pass() -> 
         assert (given["grid"][0], given["tiles"]) == (tiles, 512 * tiles)
 
 
-def test_what_the_driver_refuses_triton_launches() -> None:
-    """It makes a context for a thread that has none, and raises what else is wrong."""
-    launcher = Recorder("driver", code=201)
+@pytest.mark.parametrize(("code", "counted"), [(201, {}), (1, {"driver launch": 1})])
+def test_what_the_driver_refuses_triton_launches(code: int, counted: dict[str, int]) -> None:
+    """It makes a context for a thread that has none (201), and raises what else is wrong."""
+    launcher = Recorder("driver", code)
     launcher.bind(CONFIG, 9, 512, None)(SLAB, STREAM, ADDRESSES)
     (first, of_driver), (second, of_triton) = launcher.launched
     assert (first, second) == ("driver", "triton")
     assert of_driver == of_triton
+    assert launcher.fallbacks.counts() == counted
+
+
+def test_a_bound_launch_keeps_the_kernel_loaded() -> None:
+    """Triton 3.8 unloads it when its own object is collected."""
+
+    class Compiled:
+        pass
+
+    compiled, launcher = Compiled(), Recorder("driver")
+    made = launcher._compile("passing runs", CONFIG)
+    launcher._loaded["passing runs", CONFIG] = made._replace(compiled=compiled)
+    alive = weakref.ref(compiled)
+    del compiled
+    launch = launcher.bind_runs(CONFIG, [PassedRun(0, 0, 0, 100, 1)])
+    launcher._loaded.clear()
+    gc.collect()
+    assert alive() is not None
+    del launch
+    gc.collect()
+    assert alive() is None
 
 
 def compiled(**metadata: Any) -> Any:
@@ -142,21 +168,19 @@ def driver_that_says(sizes: list[int], last: int = 1) -> Callable[[], tuple[Any,
     return lambda: (lambda *_: 0, as_c_function(ask, *types))
 
 
-@pytest.mark.parametrize("hidden", [0, 1, 2])
-def test_a_kernel_of_parameters_of_64_bits_is_launched_by_the_driver(
-    monkeypatch: pytest.MonkeyPatch, hidden: int
-) -> None:
-    monkeypatch.setattr(driver_launch, "_driver", driver_that_says([8] * (11 + hidden)))
+def test_a_kernel_of_parameters_of_64_bits_is_launched_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_launch, "_driver", driver_that_says([8] * (11 + HIDDEN)))
     assert load_kernel(compiled(), 11) is not None
 
 
 @pytest.mark.parametrize(
     ("sizes", "last"),
     [
-        ([8] * 10, 1),  # one went into the code, as one that is 1 does
+        ([8] * 12, 1),  # one of its own went into the code, as one that is 1 does
+        ([8] * 11, 1),  # no hidden ones
         ([8] * 14, 1),  # more than is known of
         ([8] * 5 + [4] + [8] * 7, 1),  # not all of 64 bits
-        ([8] * 11, 201),  # the driver could not tell
+        ([8] * 13, 201),  # the driver could not tell
     ],
 )
 def test_any_other_is_left_to_triton(monkeypatch: pytest.MonkeyPatch, sizes: list[int], last: int) -> None:
@@ -173,10 +197,11 @@ def test_any_other_is_left_to_triton(monkeypatch: pytest.MonkeyPatch, sizes: lis
         {"global_scratch_size": 64},
         {"profile_scratch_size": 64},
         {"launch_cooperative_grid": True},
+        {"launch_pdl": True},
     ],
 )
 def test_so_is_one_that_needs_more_than_a_grid(monkeypatch: pytest.MonkeyPatch, metadata: dict[str, Any]) -> None:
-    monkeypatch.setattr(driver_launch, "_driver", driver_that_says([8] * 11))
+    monkeypatch.setattr(driver_launch, "_driver", driver_that_says([8] * 13))
     assert load_kernel(compiled(**metadata), 11) is None
 
 
