@@ -1,7 +1,7 @@
 """Packed output payloads for the autoregressive stages of vLLM-Omni.
 
-Importing this package imports nothing else: vLLM loads :func:`register` in every process of every
-installation. The classes are made when they are first asked for, over those of the installed vllm-omni.
+Importing this package imports nothing else, because vLLM loads :func:`register` in every process of every
+installation. The classes are created on first access, as subclasses of those of the installed vllm-omni.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ TYPE_CHECKING = False  # not from typing, whose import costs more than this modu
 if TYPE_CHECKING:
     from typing import Any
 
-    # What the lazy names stand for; each is a subclass of the installed engine's own class.
+    # Types of the names that are created on first access; each is a subclass of the installed engine's class.
     PackedGPUARModelRunner: type[Any]
     PackedGPUARWorker: type[Any]
 
@@ -20,15 +20,15 @@ __all__ = ["PackedGPUARModelRunner", "PackedGPUARWorker", "register"]
 
 
 def register() -> None:
-    """Entry point ``vllm.general_plugins``: with ``OMNI_RUNNER=1`` every AR stage takes `PackedGPUARWorker`.
+    """Switch every AR stage to `PackedGPUARWorker` if ``OMNI_RUNNER=1`` (``vllm.general_plugins`` entry point).
 
-    Without the variable it does nothing. It never raises: whatever goes wrong leaves the engine as it is,
-    with one warning.
+    Without the variable it does nothing. It never raises: any failure is logged as one warning and leaves the
+    engine unchanged.
     """
     if os.environ.get("OMNI_RUNNER", "0") in ("", "0"):
         return
     try:
-        # Only now: most processes of most installations don't ask for it.
+        # Imported late: most processes of most installations do not set OMNI_RUNNER.
         from omni_runner import plugin  # noqa: PLC0415
 
         plugin.activate()
@@ -41,7 +41,7 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    # PEP 562: the classes derive from the engine's, so making them imports the engine.
+    # PEP 562: the classes derive from the engine's, so creating them imports the engine.
     if name == "PackedGPUARWorker":
         from omni_runner.worker import packed_worker_cls  # noqa: PLC0415
 

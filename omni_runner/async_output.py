@@ -1,8 +1,8 @@
 """The asynchronous output of a packed runner.
 
-`get_output` stays the engine's: it joins the builder thread, raises what the builder raised and finishes the tokens.
-Ours are the builder thread, which lives on from step to step; that `get_output` may be called again; and the way of the
-sampled tokens to the host (see `sampled_tokens`; vLLM's base class brings them where that can't).
+`get_output` remains the engine's: it joins the builder thread, raises what the builder raised and finishes the sampled
+tokens. This module changes three things: the builder thread is kept from step to step, `get_output` may be called
+again, and `sampled_tokens` transfers the sampled tokens to the host (where it cannot, vLLM's base class does).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _EngineOutput: Any = object  # the real base is added by `make_async_output_cls`
 
 
 class PackedAsyncOutputMixin(_EngineOutput):
-    """Goes before the engine's `OmniAsyncGPUModelRunnerOutput`.
+    """Mixin to put before the engine's `OmniAsyncGPUModelRunnerOutput` in the MRO.
 
-    Objects made without `__init__`, attributes set by hand, work as those of the engine's class do.
+    Objects created without `__init__`, with attributes set by hand, behave like those of the engine's class.
     """
 
     builder_thread: ClassVar[BuilderThread | None]
     _sampled_tokens: ClassVar[SampledTokens | None]
     _engine_output_cls: ClassVar[type[Any]]  # vllm-omni's class, whose base is vLLM's
 
-    # Defaults for objects made without __init__, which share the lock.
+    # Defaults for objects created without __init__; all of these share one lock.
     _background_thread: Any = None
     _completion: threading.Lock = threading.Lock()
     _completed: Any = None
@@ -51,21 +51,21 @@ class PackedAsyncOutputMixin(_EngineOutput):
         fields = None if self._sampled_tokens is None else self._sampled_tokens.fields(kwargs)
         if fields is not None:
             self.__dict__.update(fields)
-        else:  # past vllm-omni's __init__, which starts a thread, to vLLM's: the same copies on the same stream
+        else:  # skip vllm-omni's __init__, which starts a thread; vLLM's makes the same copies on the same stream
             super(self._engine_output_cls, self).__init__(model_runner_output=None, **kwargs)
         self._model_runner_output_builder = model_runner_output_builder
         self._background_exception: BaseException | None = None
         self._cuda_device = cuda_device
         try:
-            # The engine's own function sets the device, builds, and keeps an exception for get_output.
+            # The engine's own function sets the device, builds the output and keeps an exception for get_output.
             self._background_thread = self.builder_thread.submit(self._build_and_keep_promise)
         except BuilderThreadClosed:
-            self._background_thread = None  # then get_output builds, as it does in the engine's class
+            self._background_thread = None  # get_output then builds the output, as in the engine's class
 
     def get_output(self) -> Any:
         """Wait for the output, finish its sampled tokens and return it.
 
-        The first call does the work; every other one, also from another thread, gets the same object or exception.
+        The first call does the work; every later call, from any thread, gets the same object or exception.
         """
         with self._completion:
             if self._failure is not None:
@@ -75,14 +75,14 @@ class PackedAsyncOutputMixin(_EngineOutput):
                 try:
                     self._completed = super().get_output()
                 except BaseException as failure:
-                    # An interrupt while waiting for the builder decides nothing: the next caller waits again.
+                    # An interrupt while waiting for the builder is not the outcome: the next caller waits again.
                     if isinstance(failure, Exception) or self._background_thread is None:
                         self._failure = failure, failure.__traceback__
                     raise
             return self._completed
 
     def _build_and_keep_promise(self) -> None:
-        """What the builder thread does: the engine's thread function, then tokens take the place of their promise."""
+        """Run the engine's thread function on the builder thread, then replace `PromisedTokens` by the tensor."""
         self._build_output_in_background()
         promised = vars(self).get("sampled_token_ids_cpu")
         if type(promised) is PromisedTokens and promised.kept is not None:
@@ -101,10 +101,10 @@ def make_async_output_cls(
     engine_output_cls : type
         vllm-omni's class.
     builder_thread : BuilderThread, optional
-        Builds the outputs of this class, in order: one thread and one class for each runner. Without it each output
-        starts a thread of its own, as the engine's do.
+        Builds the outputs of this class in order; each runner has its own thread and class. Without it each output
+        starts its own thread, as the engine's outputs do.
     sampled_tokens : SampledTokens, optional
-        Brings the sampled tokens to the host, if vLLM's class is as it is known. Without it vLLM's class does.
+        Transfers the sampled tokens to the host if vLLM's class passes `stores_as_known`. Otherwise vLLM's class does.
     """
     vllm_output_cls = engine_output_cls.__mro__[1]
     namespace = {
@@ -118,10 +118,10 @@ def make_async_output_cls(
 
 
 class constructed_as:
-    """Lets `sample_tokens` construct `output_cls` where it names the engine's class.
+    """Context manager in which `sample_tokens` constructs `output_cls` instead of the engine's class.
 
-    The name stays as it is if something else has been put there, such as another runner's class in the middle of its
-    own step: outputs of any class take builders of any runner. One object serves step after step.
+    The name is left alone if it is bound to another class, such as that of another runner in the middle of its own
+    step: outputs of any class accept builders of any runner. One object serves all steps.
     """
 
     __slots__ = ("_engine_output_cls", "_namespace", "_output_cls")
@@ -142,7 +142,7 @@ class constructed_as:
 
 @functools.cache
 def _installed_cls() -> type[Any]:
-    from omni_runner.compat import resolve  # noqa: PLC0415  looks for the engine, which this module doesn't need
+    from omni_runner.compat import resolve  # noqa: PLC0415  imports the engine, which this module does not need
 
     return make_async_output_cls(resolve().async_output_cls)
 

@@ -1,6 +1,6 @@
-"""The per-request payload dicts of one step, from packed columns.
+"""Build the per-request payload dicts of one step from packed columns.
 
-Everything here works on whole columns: a key is routed once, one split makes the tensors of all requests and of all
+Everything here works on whole columns: a key is routed once, one split yields the tensors of all requests and of all
 keys that share a column, and the dicts are filled key by key. The number of torch calls does not depend on the number
 of requests.
 """
@@ -28,23 +28,23 @@ Channel: TypeAlias = list[dict[str, Tensor] | None] | None
 
 @dataclass(frozen=True, slots=True)
 class ChannelRules:
-    """Which channels of the output a stage fills, as its engine is configured.
+    """Which channels of the output a stage fills, according to the engine's configuration.
 
     Attributes
     ----------
     partitions
-        Client keys go to the client's channel and the rest to the next stage's; otherwise both get everything.
+        Whether client keys go to the client's channel and the rest to the next stage's; if not, both get all keys.
     client_keys
-        If not empty: what the model says its client gets, whatever `partitions` says.
+        If not empty, the keys that the model declares for its client, regardless of `partitions`.
     is_text
-        The stage's output is text: no channel is filled, unless `client_keys` says so.
+        Whether the output is text; then no channel is filled, unless `client_keys` is set.
     crosses_processes
-        Payloads are going to be pickled: each tensor gets a storage of its own, so that it does not take along the
-        bytes of the others. Costs about twice as much.
+        Whether payloads will be pickled; each tensor then gets its own storage, so that the bytes of the others are
+        not pickled with it. Costs about twice as much.
     untracks
-        Payloads are kept out of Python's cyclic garbage collection while they pile up, see `untrack`.
+        Whether accumulating payloads are excluded from cyclic garbage collection, see `untrack`.
     shares_channel
-        Whether the engine puts one and the same list in both fields where the channels do not differ.
+        Whether the engine puts the same list object into both fields if the channels do not differ.
     """
 
     partitions: bool
@@ -56,12 +56,12 @@ class ChannelRules:
 
 
 class ChannelBuilder:
-    """Makes the payload channels of one stage's steps.
+    """Builds the payload channels of one stage's steps.
 
     Parameters
     ----------
     upstream
-        The resolved engine names, whose partitioning and value rules apply.
+        The resolved engine names, which supply the partitioning and value rules.
     rules
         How the stage is configured.
     """
@@ -73,7 +73,7 @@ class ChannelBuilder:
         self._routes: dict[str, tuple[bool, bool]] = {}
 
     def build(self, packed: PackedStep) -> tuple[Channel, Channel]:
-        """The inter-stage and the client channel of one step; waits for the bytes.
+        """Build the inter-stage and the client channel of one step; waits for the bytes.
 
         Parameters
         ----------
@@ -83,8 +83,8 @@ class ChannelBuilder:
         Returns
         -------
         inter_stage_outputs, multimodal_outputs
-            One entry per request, None for those without a payload; None instead of a list of nothing but None. Every
-            payload owns its tensors: changing one in place shows in no other request's.
+            One entry per request, None for those without a payload; a channel without any payload is None, not a list.
+            Every payload owns its tensors: changing one in place does not affect other requests.
         """
         rules = self._rules
         if packed.lowering is None or (rules.is_text and not rules.client_keys):
@@ -110,7 +110,7 @@ class ChannelBuilder:
         return inter_channel, inter_channel if self._one_list else _zip_channel(client, packed.step, untracks=untracks)
 
     def _route(self, key: str) -> tuple[bool, bool]:
-        """Whether a key goes to the next stage, and whether to the client; asked of the engine once per key."""
+        """Whether a key goes to the next stage and whether to the client; asks the engine once per key."""
         inter = client = True
         if self._rules.partitions:
             for_inter, for_client = self._upstream.partition_flat_payload({key: None})
@@ -123,7 +123,7 @@ class ChannelBuilder:
         return inter, client
 
     def _column(self, key: str, tensors: Sequence[Tensor | None], plain: _PlainValues) -> _Column:
-        """One key's tensors with its plain values among them, made into tensors for this channel alone."""
+        """Merge a key's tensors with its plain values, which are converted to tensors for this channel only."""
         if not plain.owners:
             return _Column(key, tensors, complete=True)
         items: list[Tensor | None] = list(tensors) if tensors else [None] * len(plain.owners)
@@ -132,14 +132,14 @@ class ChannelBuilder:
         return _Column(key, items, complete=all(item is not None for item in items))
 
     def _wrap(self, key: str, values: list[Any]) -> Sequence[Tensor | None]:
-        """Tensors of plain values, None for those that have none.
+        """Convert plain values to tensors; None for those that the engine drops.
 
-        Numbers of one type, or flat lists of them, take two torch calls in all, unless each needs a storage of its own.
-        The rest, and what torch refuses, goes to the engine's own function value by value, for its warnings and errors.
+        Numbers of one type, or flat lists of them, take two torch calls in all, unless each needs its own storage. All
+        other values, and those that torch rejects, go one by one to the engine's function, for its warnings and errors.
         """
         try:
             together = None if self._rules.crosses_processes else _wrap_numbers(values)
-        except (RuntimeError, ValueError, TypeError, OverflowError):  # a number that fits no tensor
+        except (RuntimeError, ValueError, TypeError, OverflowError):  # a number that no dtype can hold
             together = None
         if together is not None:
             return together
@@ -148,7 +148,7 @@ class ChannelBuilder:
 
 @dataclass(frozen=True, slots=True)
 class _PlainValues:
-    """Plain values of one key and which consumers they go to."""
+    """Plain values of one key and the consumers that get them."""
 
     owners: Sequence[int] = ()
     values: list[Any] = field(default_factory=list)
@@ -166,7 +166,7 @@ class _Column(NamedTuple):
 
 
 def _split_columns(packed: PackedStep, count: int, *, own_storages: bool) -> list[Sequence[Tensor]]:
-    """The pieces of the first `count` packed columns."""
+    """Split the first `count` packed columns into their pieces."""
     snapshot = packed.snapshot
     if snapshot is None:
         return []
@@ -175,7 +175,7 @@ def _split_columns(packed: PackedStep, count: int, *, own_storages: bool) -> lis
 
 
 def _tensors(recipe: KeyRecipe, columns: list[Sequence[Tensor]], num_consumers: int) -> Sequence[Tensor | None]:
-    """The packed tensors of one key, one per consumer; None where the consumer has a plain value. Empty without any."""
+    """Return a key's packed tensors, one per consumer, None where it gets a plain value; empty if the key has none."""
     if not recipe.pieces:
         return ()
     pieces = recipe.pieces[0]
@@ -190,7 +190,7 @@ def _tensors(recipe: KeyRecipe, columns: list[Sequence[Tensor]], num_consumers: 
 
 
 def _plain_values(recipe: KeyRecipe, packed: PackedStep) -> _PlainValues | None:
-    """The plain values of one key in this step; None if the engine leaves the key out for everyone."""
+    """Return a key's plain values in this step; None if the engine omits the key for every request."""
     plain = recipe.plain
     if plain is None:
         return _NO_VALUES
@@ -205,11 +205,11 @@ def _plain_values(recipe: KeyRecipe, packed: PackedStep) -> _PlainValues | None:
     return _PlainValues(owners, [value] * len(owners))
 
 
-_NUMBERS = ({int}, {float}, {bool})  # exact types: torch takes subclasses, such as NumPy's, for other dtypes
+_NUMBERS = ({int}, {float}, {bool})  # exact types: torch gives subclasses, such as NumPy's, other dtypes
 
 
 def _wrap_numbers(values: list[Any]) -> Sequence[Tensor] | None:
-    """Numbers of one type, or flat lists of them that are not empty, as tensors; None for anything else."""
+    """Convert numbers of one type, or non-empty flat lists of them, to tensors; None for anything else."""
     kinds = set(map(type, values))
     if kinds in _NUMBERS:
         return torch.tensor(values).unbind()
@@ -235,7 +235,7 @@ def _zip_channel(columns: list[_Column], step: StepContext, *, untracks: bool) -
 
 
 def _zip_payloads(columns: list[_Column], count: int) -> list[Any]:
-    """The dicts of all consumers, filled column by column, which is faster than dict by dict."""
+    """Fill the dicts of all consumers column by column, which is faster than dict by dict."""
     payloads: list[Any] = [{} for _ in range(count)]
     for key, items, complete in columns:
         if complete:

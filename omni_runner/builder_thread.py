@@ -1,6 +1,6 @@
 """One long-lived thread that builds the outputs of a runner, in the order of its steps.
 
-Starting a thread costs more than packing a step does, so the thread stays. Nothing here knows torch or
+Starting a thread costs more than packing a step, so the thread is kept. This module needs neither torch nor
 the engine: a job is a callable.
 """
 
@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from threading import Thread  # by name, so that a class put in the place of threading.Thread later is not used
+from threading import Thread  # by name, so that a later replacement of threading.Thread has no effect
 from typing import Generic, TypeVar
 
 from omni_runner.errors import BuilderThreadClosed
@@ -23,9 +23,9 @@ __all__ = ["BuilderThread", "Job"]
 
 T = TypeVar("T")
 
-DEFAULT_MAX_PENDING = 16  # the engine keeps two steps in flight; more than that means it stopped collecting
+DEFAULT_MAX_PENDING = 16  # the engine keeps two steps in flight; more means it stopped collecting outputs
 _FULL_POLL_S = 0.0005
-EXIT_TIMEOUT_S = 1.0  # how long a process that ends waits for work in flight, all builder threads together
+EXIT_TIMEOUT_S = 1.0  # how long an exiting process waits for work in flight, over all builder threads
 
 
 class Job(Generic[T]):
@@ -39,7 +39,7 @@ class Job(Generic[T]):
         self._failure: BaseException | None = None
         self._cancelled = False
         self._settled = False
-        self._running = threading.Lock()  # held until the job is settled; an Event costs ten times as much to make
+        self._running = threading.Lock()  # held until the job is settled; an Event costs ten times as much to create
         self._running.acquire()
         self._pid = os.getpid()
 
@@ -50,13 +50,13 @@ class Job(Generic[T]):
 
     @property
     def cancelled(self) -> bool:
-        """Whether the thread was closed before it came to this job: the work never ran."""
+        """Whether the thread was closed before it started this job, so that the work never ran."""
         return self._cancelled
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the job is settled, as `threading.Thread.join` waits for a thread.
 
-        Never raises what the work raised. In a forked child, where the thread does not exist, it returns at once.
+        Does not raise what the work raised. In a forked child, where the thread does not exist, it returns at once.
 
         Parameters
         ----------
@@ -64,7 +64,7 @@ class Job(Generic[T]):
             Seconds; None waits without a limit.
         """
         if self._pid == os.getpid() and self._running.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
-            self._running.release()  # for the next one who waits
+            self._running.release()  # for the next caller that waits
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the job, then return what the work returned or raise what it raised.
@@ -91,7 +91,7 @@ class Job(Generic[T]):
         assert self._work is not None
         try:
             self._value = self._work()
-        except BaseException as failure:  # noqa: BLE001  belongs to whoever asks for the result; the thread lives on
+        except BaseException as failure:  # noqa: BLE001  raised to the caller of `result`; the thread goes on
             self._failure = failure
         self._settle()
 
@@ -100,17 +100,17 @@ class Job(Generic[T]):
         self._settle()
 
     def _settle(self) -> None:
-        self._work = None  # with it go the tensors of the step that it holds
+        self._work = None  # frees the tensors of the step that it refers to
         self._settled = True
         self._running.release()
 
 
 class _JobQueue:
-    """Bounded FIFO between the threads that submit and the one that runs."""
+    """Bounded FIFO queue from the submitting threads to the builder thread."""
 
     def __init__(self, max_pending: int) -> None:
         self._max_pending = max_pending
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()  # a put takes a tenth of what a Condition takes
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()  # a put takes a tenth of the time that a Condition takes
         self._lock = threading.Lock()
         self._closed = False
 
@@ -134,7 +134,7 @@ class _JobQueue:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._jobs.put(None)  # behind every job
+                self._jobs.put(None)  # after every queued job
 
     def cancel_pending(self) -> None:
         with suppress(Empty):
@@ -142,7 +142,7 @@ class _JobQueue:
                 job = self._jobs.get_nowait()
                 if job is not None:
                     job._cancel()
-        self._jobs.put(None)  # the thread may still be at a job, and asks once more
+        self._jobs.put(None)  # the thread may still be running a job, and will call `take` once more
 
 
 def _run_jobs(queue: _JobQueue) -> None:
@@ -154,15 +154,15 @@ def _run_jobs(queue: _JobQueue) -> None:
 class BuilderThread:
     """A daemon thread that runs jobs one after the other, in the order they were submitted.
 
-    The thread starts with the first job. It ends with `close()`, when this object is garbage collected, or with the
-    process, which waits for it no longer than a second.
+    The thread starts with the first job. It ends on `close()`, when this object is garbage collected, or when the
+    process exits, which waits at most one second.
 
     Parameters
     ----------
     name : str
         Name of the thread, as debuggers and profilers show it.
     max_pending : int
-        Jobs that may wait; `submit` blocks while so many do.
+        Largest number of waiting jobs; `submit` blocks while it is reached.
     """
 
     def __init__(self, name: str = "omni-runner-builder", max_pending: int = DEFAULT_MAX_PENDING) -> None:
@@ -192,10 +192,10 @@ class BuilderThread:
         return job
 
     def close(self, timeout: float = EXIT_TIMEOUT_S) -> bool:
-        """Take no more work, let what is queued finish, and end the thread.
+        """Accept no more work, let queued work finish, and end the thread.
 
-        What has not begun after `timeout` seconds is cancelled; work that is running then is left to itself, on a
-        daemon thread that keeps no process alive. Calling it again is harmless.
+        Jobs that have not started after `timeout` seconds are cancelled; a job that is running then continues on the
+        daemon thread, which keeps no process alive. Calling `close` again is harmless.
 
         Parameters
         ----------
@@ -205,14 +205,14 @@ class BuilderThread:
         Returns
         -------
         bool
-            Whether the thread has ended (or never began).
+            Whether the thread has ended (or was never started).
         """
         if self._pid != os.getpid():
             return True
         self._queue.close()
         with self._starting:
             thread = self._thread
-        # Garbage collection can bring a runner's shutdown onto this very thread, which cannot wait for itself.
+        # Garbage collection can run a runner's shutdown on the builder thread itself, which cannot join itself.
         if thread is not None and thread is not threading.current_thread():
             thread.join(max(timeout, 0.0))
         self._queue.cancel_pending()

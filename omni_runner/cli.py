@@ -15,7 +15,7 @@ from pathlib import Path
 
 Main = Callable[[Sequence[str]], int]
 
-_MOST_PASSES = 10_000  # minutes; every timed step is kept for the medians
+_MOST_PASSES = 10_000  # takes minutes; the timings of all steps are kept for the medians
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Command:
     Attributes
     ----------
     what : str
-        What it does, for the overview.
+        What the command does, shown in the overview.
     place : str
         ``module:function``; the function takes the command's arguments and returns its exit status.
     needs : str
@@ -55,7 +55,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit status: 0 success, 1 a negative result, 2 wrong usage or a missing part."""
+    """Run a command and return its exit status: 0 success, 1 a negative result, 2 wrong usage or a missing package."""
     width = max(map(len, COMMANDS))
     overview = "\n".join(f"  {name.ljust(width)}  {command.what}" for name, command in COMMANDS.items())
     parser = argparse.ArgumentParser(
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(name: str, arguments: Sequence[str]) -> int:
-    """Import a command and run it; a part that is not there is one line."""
+    """Import a command and run it; a missing package is reported in one line."""
     command = COMMANDS[name]
     module_name, _, function_name = command.place.partition(":")
     try:
@@ -93,7 +93,7 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
 
 
 def version() -> str:
-    """Version of the installed distribution, or of this checkout."""
+    """Return the version of the installed distribution, or of this checkout."""
     try:
         return importlib.metadata.version("omni-runner")
     except importlib.metadata.PackageNotFoundError:
@@ -103,15 +103,15 @@ def version() -> str:
 
 
 def file_in_the_way(folder: Path) -> Path | None:
-    """What keeps a folder from being made: it, or one above it, is a file; None if nothing does."""
+    """Return `folder` or its first parent that is a file, so that `folder` cannot be created; else None."""
     return next((path for path in (folder, *folder.parents) if os.path.exists(path) and not os.path.isdir(path)), None)
 
 
 def _whole_number(parser: argparse.ArgumentParser, option: str, given: str, least: int, most: int | None = None) -> int:
-    """The value of an option; the parser refuses what is none in its range."""
+    """Return an option's value; the parser rejects anything but a whole number in the range."""
     try:
         value = int(given) if given.isascii() and given.isdecimal() else -1
-    except ValueError:  # more digits than Python converts
+    except ValueError:  # more digits than `int` accepts
         value = -1
     if value < least or (most is not None and value > most):
         limits = f"greater than {least - 1}" if most is None else f"from {least} to {most}"
@@ -120,7 +120,7 @@ def _whole_number(parser: argparse.ArgumentParser, option: str, given: str, leas
 
 
 def record(argv: Sequence[str]) -> int:
-    """``omni-runner record``: run a command with tracing on, or say which variables do that."""
+    """``omni-runner record``: run a command with tracing on, or print the variables for it."""
     parser = argparse.ArgumentParser(
         prog="omni-runner record",
         description="Record the first steps of every packed AR stage, as a trace for `replay` and `tune --trace`. "
@@ -153,7 +153,7 @@ def record(argv: Sequence[str]) -> int:
         for name, value in variables.items():
             print(f"export {name}={shlex.quote(value)}")
         return 0
-    try:  # now, rather than when a model has been loaded
+    try:  # fail now rather than after a model has been loaded
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
@@ -167,7 +167,7 @@ def record(argv: Sequence[str]) -> int:
 
 
 def replay(argv: Sequence[str]) -> int:
-    """``omni-runner replay``: pack recorded steps again, compare, measure."""
+    """``omni-runner replay``: pack recorded steps again, compare the payloads and measure."""
     parser = argparse.ArgumentParser(
         prog="omni-runner replay",
         description="Pack a trace's steps again, compare every payload with the reference and measure.",
@@ -179,10 +179,10 @@ def replay(argv: Sequence[str]) -> int:
     parser.add_argument("--passes", default="20", help="timed passes over the trace (default: 20)")
     args = parser.parse_args(argv)
     passes = _whole_number(parser, "--passes", args.passes, 0, _MOST_PASSES)
-    if args.device and args.device.startswith("cpu:"):  # torch takes any number for the one CPU
+    if args.device and args.device.startswith("cpu:"):  # torch accepts any index for the one CPU
         parser.error(f"--device: given {args.device!r}, expected cpu, cuda or cuda:N")
 
-    import spanpack  # noqa: PLC0415  torch, and safetensors for the traces
+    import spanpack  # noqa: PLC0415  imports torch, and safetensors for the traces
     from omni_runner.demo.report import traces_report  # noqa: PLC0415
     from omni_runner.errors import TraceError  # noqa: PLC0415
     from omni_runner.replay import default_device  # noqa: PLC0415
@@ -192,7 +192,7 @@ def replay(argv: Sequence[str]) -> int:
     device = default_device() if args.device is None else args.device
     try:
         packer = spanpack.Packer(device, backend=args.backend)
-    except (AssertionError, RuntimeError, spanpack.SpanpackError) as error:  # torch's own for a device it can't make
+    except (AssertionError, RuntimeError, spanpack.SpanpackError) as error:  # torch's own for an unusable device
         print(f"omni-runner replay: cannot pack on {device}: {str(error).partition(chr(10))[0]}", file=sys.stderr)
         return 2
     try:
@@ -213,7 +213,7 @@ def replay(argv: Sequence[str]) -> int:
 
 
 def _microseconds(duration_us: float) -> str:
-    """A duration, "-" where nothing was timed."""
+    """Format a duration; "-" if nothing was timed."""
     return f"{duration_us:.0f} us" if duration_us else "-"
 
 

@@ -1,8 +1,8 @@
-"""The installed vllm-omni and vLLM, as far as this package knows them.
+"""Resolve the names of the installed vllm-omni and vLLM that this package builds on.
 
-The names it builds on are private and move. `upstream_names` lists them with the versions they were seen in; here they
-are looked up once, and what is missing or has changed is reported by name. Module-level helpers are found through the
-globals of the runner method that calls them, so they may move to another module without notice.
+These names are private and change between versions. `upstream_names` lists them with the versions they were seen in;
+this module looks them up once and reports by name what is missing or has changed. Module-level helpers are found
+through the globals of the runner method that calls them, so it does not matter which module defines them.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ __all__ = [
 
 _SNAPSHOT_HELPER = "_snapshot_tensor_payload_to_cpu_async"
 
-# Markers of the sparse audio protocol; 0.24 and 0.26 spell them out where they skip them.
+# Keys of the sparse audio protocol; 0.24 and 0.26 have them as literals in the code that skips them.
 _SPARSE_PROTOCOL_KEYS = frozenset({"meta.req_id", "meta.sparse_audio"})
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one name: fine if `problem` is None."""
+    """Result of checking one name; `problem` is None if it is as expected."""
 
     name: UpstreamName
     problem: str | None
@@ -61,12 +61,12 @@ class Finding:
 
 @dataclass(frozen=True, eq=False)
 class Upstream:
-    """The installed engine, as far as this package knows it.
+    """The parts of the installed engine that this package builds on.
 
     Attributes
     ----------
     version : str
-        Of vllm-omni.
+        Version of vllm-omni.
     runner_cls, worker_cls : type
         The stock AR runner and worker.
     async_output_cls : type
@@ -74,17 +74,17 @@ class Upstream:
     runner_module : module
         The module in whose globals `sample_tokens` looks its names up.
     record_function : callable
-        Makes a profiler range, or nothing where the engine's profiling is off.
+        Returns a profiler range, or a null context if profiling is off.
     flatten_payload : callable
-        Nested payload to dotted keys.
+        Converts a nested payload to one with dotted keys.
     partition_flat_payload : callable
-        One flat payload to (inter-stage, client).
+        Splits one flat payload into (inter-stage, client).
     ensure_tensor_values : callable
         Wraps numbers and lists of a flat payload into tensors and drops the rest with the engine's warning.
     sparse_protocol_keys : frozenset of str
         Flat keys that are routing metadata, not payload.
     shares_channel : bool
-        Whether both channels are one list where they carry the same (0.26 on), or two equal ones.
+        Whether channels of equal content are one list (0.26 and later) or two equal lists.
     """
 
     version: str
@@ -105,7 +105,7 @@ class Upstream:
     _has_client_keys: bool
 
     def snapshots_as_known(self) -> bool:
-        """Whether the engine's snapshot helper is the one that was resolved; if not, somebody has put another there."""
+        """Whether the engine's snapshot helper is still the resolved one and has not been replaced."""
         return self._snapshot_names.get(_SNAPSHOT_HELPER) is self._snapshot_helper
 
     def resolve_sparse_routing(
@@ -116,7 +116,7 @@ class Upstream:
         downstream_req_ids: list[str],
         multimodal_outputs: Any,
     ) -> tuple[list[str], dict[str, int], bool]:
-        """Return who gets a payload, each one's place in sparse lists, and whether lists are sparse."""
+        """Return the requests that get a payload, their indices in sparse lists, and whether lists are sparse."""
         del runner  # a static method in 0.24 and 0.26, a function since
         return self._sparse_routing(
             engine_output_type=engine_output_type,
@@ -126,44 +126,44 @@ class Upstream:
         )
 
     def sampled_tokens(self, runner: Any) -> tuple[Tensor | None, bool]:
-        """The tokens on the device that the step's output will be made with, and whether the next sampling awaits them.
+        """Return the device tensor of the step's sampled tokens, and whether the next sampling waits for them.
 
-        None where that can't be told, and where the engine copies log probabilities and tokens together; the second
-        means nothing then.
+        The tensor is None if it cannot be determined, or if the engine copies log probabilities and tokens together;
+        the second value is then meaningless.
         """
         try:
             batch = runner.input_batch
             tokens, sampling = batch.prev_sampled_token_ids, batch.sampling_metadata
-            brings_its_own = sampling.max_num_logprobs is not None  # a copy of logprobs has the tokens with it
+            brings_its_own = sampling.max_num_logprobs is not None  # the engine's copy of logprobs includes the tokens
             awaited = bool(sampling.output_token_ids)
         except AttributeError:
             return None, False
         return (tokens if type(tokens) is Tensor and not brings_its_own else None), awaited
 
     def partitions_channels(self, runner: Any) -> bool:
-        """Whether inter-stage and client payloads differ; otherwise both channels carry the same."""
+        """Whether inter-stage and client payloads differ; if not, both channels carry the same payloads."""
         if not runner._async_chunk:
             return False
         return self._stage_sends is None or bool(self._stage_sends(runner.model_config))
 
     def client_output_keys(self, runner: Any) -> tuple[str, ...]:
-        """Flat keys that the model declares for its client; empty where it does not or can't."""
+        """Return the flat keys that the model declares for its client; empty if there are none."""
         return runner._client_multimodal_output_keys() if self._has_client_keys else ()
 
 
 @functools.cache
 def resolve() -> Upstream:
-    """Look up the installed engine, once.
+    """Resolve the names of the installed engine, once per process.
 
     Raises
     ------
     UpstreamMissing
         vllm-omni or vLLM cannot be imported.
     UpstreamMismatch
-        It lacks names this package builds on, or has changed them; the message lists them and the known versions.
+        vllm-omni lacks names that this package builds on, or has changed them; the message lists names and versions.
     """
     try:
-        import vllm_omni  # noqa: PLC0415  this package works without an engine until it is asked for one
+        import vllm_omni  # noqa: PLC0415  the package can be imported without an engine
     except ImportError as error:
         raise UpstreamMissing(
             f"vllm-omni cannot be imported ({error}). Install it, one of {', '.join(KNOWN_VERSIONS)}, "
@@ -179,7 +179,7 @@ def resolve() -> Upstream:
 
 
 def resolve_classes(runner_cls: type[Any], worker_cls: type[Any], version: str) -> Upstream:
-    """Look names up from given classes; `resolve` calls it with those of the installed engine.
+    """Resolve the names from the given classes; `resolve` passes those of the installed engine.
 
     Raises
     ------
@@ -215,7 +215,7 @@ def resolve_classes(runner_cls: type[Any], worker_cls: type[Any], version: str) 
 
 
 def is_known_version(version: str) -> bool:
-    """Whether a version of vllm-omni is one that the package was tried with."""
+    """Whether this package was tested with a version of vllm-omni."""
     return ".".join(version.split(".")[:2]) in KNOWN_VERSIONS
 
 
@@ -227,7 +227,7 @@ def check_runner(runner: Any) -> None:
 
 
 def inspect_names(runner_cls: type[Any], worker_cls: type[Any]) -> tuple[Finding, ...]:
-    """Look at every name of `NAMES`, and at what only holds between several of them."""
+    """Check every name of `NAMES`, and the conditions that involve several of them."""
     findings = [Finding(name, _problem(name, runner_cls, worker_cls)) for name in NAMES]
     by_name = {finding.name.name: finding for finding in findings}
     routing = by_name["resolve_sparse_mm_routing"]
@@ -241,7 +241,7 @@ def inspect_names(runner_cls: type[Any], worker_cls: type[Any]) -> tuple[Finding
 
 def _problem(name: UpstreamName, runner_cls: type[Any], worker_cls: type[Any]) -> str | None:
     holder = {RUNNER: runner_cls, WORKER: worker_cls, OUTPUT: _output_cls(runner_cls)}.get(name.holder)
-    if holder is None:  # a global, or the output class itself is missing and reported as such
+    if holder is None:  # a global; or the output class is missing, which is reported separately
         found = name.holder == OUTPUT or _present(name, runner_cls)
         return _missing(name) if name.required and not found else None
     if not hasattr(holder, name.name):
@@ -259,7 +259,7 @@ def _problem(name: UpstreamName, runner_cls: type[Any], worker_cls: type[Any]) -
 
 
 def _present(name: UpstreamName, runner_cls: type[Any], beside: str | None = None) -> bool:
-    """Whether the globals of the method that holds `name` have it; with `beside`, whether its own globals have that."""
+    """Whether the holder method's globals have `name`; with `beside`, whether `name`'s own globals have that."""
     if not hasattr(runner_cls, name.holder):
         return False
     namespace = _globals(runner_cls, name.holder)
@@ -269,12 +269,12 @@ def _present(name: UpstreamName, runner_cls: type[Any], beside: str | None = Non
 
 
 def _function(cls: type[Any], name: str) -> Any:
-    """The plain function behind a method, through decorators such as `torch.inference_mode`; or what else it is."""
+    """Return the function behind a method and its decorators, e.g. `torch.inference_mode`, or whatever else it is."""
     return inspect.unwrap(getattr(cls, name))
 
 
 def _globals(cls: type[Any], name: str) -> dict[str, Any]:
-    """The globals of a method; empty for what is no plain function."""
+    """Return the globals of a method; empty if it is not a plain function."""
     return getattr(_function(cls, name), "__globals__", {})
 
 
@@ -285,7 +285,7 @@ def _output_cls(runner_cls: type[Any]) -> type[Any] | None:
 
 
 def _mentions(function: FunctionType, name: str) -> bool:
-    """Whether the code of `function`, closures included, has `name` as an attribute, a global or a string."""
+    """Whether the code of `function`, closures included, uses `name` as an attribute, a global or a string."""
     codes = [function.__code__]
     for code in codes:
         if name in code.co_names or name in code.co_consts:

@@ -1,4 +1,4 @@
-"""What a deploy YAML makes of each stage: which worker and runner it gets, and whether that is the packed one."""
+"""Determine from a deploy YAML which worker and runner each stage gets, and whether that is the packed one."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from omni_runner.errors import SettingsError
 from omni_runner.pipelines import EngineSource, Pipeline, PipelineStage
 from omni_runner.platforms import PACKED_AR_WORKER
 
-# Keys of a stage that hold further keys of the same kind.
+# Keys of a stage whose values are mappings of further stage settings.
 _NESTED = ("engine_args", "engine_extras")
-# What a deploy YAML holds besides settings for all stages.
+# Top-level keys of a deploy YAML that are not settings for all stages.
 _SECTIONS = ("stages", "platforms", "connectors")
 _KINDS: dict[type[Any], str] = {dict: "mapping", list: "list", str: "text"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTraits:
-    """What differs between versions of the engine and decides about stages.
+    """Differences between engine versions that affect which path a stage takes.
 
     Attributes
     ----------
     has_v2_runner : bool
-        It reads `model_runner` in a deploy YAML.
+        The engine reads `model_runner` in a deploy YAML.
     prefix_cache_excludes_async : bool
         See :class:`~omni_runner.eligibility.StageFacts`.
     """
@@ -38,7 +38,7 @@ class EngineTraits:
 
 @dataclass(frozen=True, slots=True)
 class StageVerdict:
-    """What becomes of one stage.
+    """Which path one stage takes, and why.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class StageVerdict:
     why : tuple of str
         Reasons for the engine's own path, or remarks on the packed one.
     is_mistake : bool
-        Whoever wrote it meant something else: the stage would not start, or is none of the pipeline's.
+        Whether the entry is a mistake: the stage would not start, or the pipeline has no such stage.
     """
 
     stage_id: int
@@ -63,12 +63,12 @@ class StageVerdict:
 
 
 def check_form(deploy: Any) -> None:
-    """See that what is read here of a deploy YAML is of the expected form.
+    """Check that the entries of a deploy YAML that are read here are well-formed.
 
     Raises
     ------
     SettingsError
-        It is not; the message names the entry.
+        An entry is malformed; the message names it.
     """
     entries = _expect(deploy, "the document", dict)
     _expect(entries.get("pipeline"), "pipeline", str)
@@ -87,7 +87,7 @@ def _check_stages(section: dict[str, Any], where: str) -> None:
 
 
 def _expect(value: Any, where: str, kind: type[Any]) -> Any:
-    """The value, an empty one for None."""
+    """Return the value, or an empty one for None."""
     if value is not None and not isinstance(value, kind):
         raise SettingsError(f"{where} is not a {_KINDS[kind]}: {value!r}")
     return kind() if value is None else value
@@ -99,7 +99,7 @@ def check_bases(path: Path) -> None:
     Raises
     ------
     SettingsError
-        One is not there, or they build on each other in a circle; the message names the files.
+        A file is missing, or the files refer to each other in a cycle; the message names them.
     """
     import yaml  # noqa: PLC0415  comes with the engine
 
@@ -108,10 +108,10 @@ def check_bases(path: Path) -> None:
         try:
             document = yaml.safe_load(files[-1].read_text(encoding="utf-8"))
         except (OSError, RecursionError, ValueError, yaml.YAMLError):
-            return  # the engine says what is wrong with it
+            return  # the engine reports what is wrong with it
         base = document.get("base_config") if isinstance(document, dict) else None
         base = _expect(base, f"{files[-1]}: base_config", str)
-        if not base or "${" in base:  # the engine fills it in
+        if not base or "${" in base:  # the engine expands it
             return
         file = files[-1].parent / base
         if not os.path.isfile(file):
@@ -128,11 +128,10 @@ def check_bases(path: Path) -> None:
 def find_pipeline(
     pipelines: Mapping[str, Pipeline], deploy: Mapping[str, Any], path: Path, wanted: str | None
 ) -> Pipeline | None:
-    """The pipeline that a deploy YAML belongs to, None if that can't be told.
+    """Return the pipeline that a deploy YAML belongs to, None if it cannot be determined.
 
-    In this order: the one that is asked for by name, the YAML's own ``pipeline`` entry, the one whose
-    bundled deploy YAML has this file's name, the one with the longest name that this file's name begins
-    with.
+    The first that applies: the one named `wanted`, the one in the YAML's own ``pipeline`` entry, the one whose
+    bundled deploy YAML has this file's name, the one with the longest name that this file's name begins with.
     """
     name = wanted or deploy.get("pipeline")
     if name is not None:
@@ -157,20 +156,20 @@ def judge_stages(
     platform: str,
     switched_on: bool,
 ) -> list[StageVerdict]:
-    """Say for each stage of a deployment which path it takes.
+    """Determine for each stage of a deployment which path it takes.
 
     Parameters
     ----------
     deploy : mapping
-        The deploy YAML, inheritance resolved.
+        The deploy YAML, with inheritance resolved.
     pipeline : Pipeline or None
         See :func:`find_pipeline`.
     source : EngineSource
-        For the flags that the models set.
+        Provides the models' flags.
     traits : EngineTraits
-        Of the installed engine.
+        Traits of the installed engine.
     platform : str
-        What it will run on, as in :func:`~omni_runner.platforms.platform_name`.
+        The platform, as returned by :func:`~omni_runner.platforms.platform_name`.
     switched_on : bool
         Whether ``OMNI_RUNNER`` switches AR stages over.
     """
@@ -182,7 +181,7 @@ def judge_stages(
         settings = _stage_settings(deploy, written.get(stage_id, {}), platform)
         if pipeline and stage_id not in known:
             why = f"pipeline {pipeline.name} has only stages {', '.join(map(str, sorted(known)))}"
-            # The engine passes over it. A deploy YAML for more stages is fine; ours is asked for in vain.
+            # The engine ignores the entry. A deploy YAML may list more stages, but our worker here has no effect.
             is_mistake = settings.get("worker_cls") == PACKED_AR_WORKER
             verdicts.append(StageVerdict(stage_id, stage.name, stage.kind, False, (why,), is_mistake))
             continue
@@ -232,7 +231,7 @@ def _judge(
 
 
 def _worker_problem(worker_cls: object) -> str:
-    """What is wrong with the worker class of a stage, "" if nothing: it is ours or somebody's own, or there is none."""
+    """Return what is wrong with a stage's worker class; "" if it is ours, a third party's or not set."""
     if worker_cls in (None, "auto", PACKED_AR_WORKER):
         return ""
     parts = worker_cls.split(".") if isinstance(worker_cls, str) else []
@@ -269,7 +268,7 @@ def _stage_facts(
 
 
 def _stage_settings(deploy: Mapping[str, Any], stage: Mapping[str, Any], platform: str) -> dict[str, Any]:
-    """Settings of one stage: the deployment's, its own, and those for the platform; the later ones win."""
+    """Merge the settings of one stage: the deployment's, its own, and those for the platform; later ones win."""
     section = (deploy.get("platforms") or {}).get(platform) or {}
     settings = {name: value for name, value in deploy.items() if name not in _SECTIONS}
     if "model_runner" in section:
@@ -278,7 +277,7 @@ def _stage_settings(deploy: Mapping[str, Any], stage: Mapping[str, Any], platfor
     for override in section.get("stages") or ():
         if override.get("stage_id") == stage.get("stage_id"):
             settings |= _flat(override)
-    # A stage can opt out of chunks, not in.
+    # A stage can opt out of async_chunk, but not in.
     settings["async_chunk"] = deploy.get("async_chunk", True) and stage.get("async_chunk") is not False
     return {name: value for name, value in settings.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""What distinguishes two tensors, byte for byte."""
+"""Compare two tensors byte for byte."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def difference(expected: Tensor | None, found: Tensor | None) -> str:
-    """What distinguishes two host tensors, an empty text if nothing does.
+    """Describe how two host tensors differ; an empty string if they do not.
 
-    dtype, shape and bytes count, so NaN payloads and the sign of zero do too.
+    Compares dtype, shape and bytes, so NaN payloads and the sign of zero count.
     """
     if expected is None or found is None:
         return "" if expected is found else f"{_kind(expected)} against {_kind(found)}"
@@ -24,7 +24,7 @@ def difference(expected: Tensor | None, found: Tensor | None) -> str:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    # Not .contiguous(): it leaves one element as it is, whose stride may be anything, which view() refuses.
+    # Not .contiguous(): it returns a one-element tensor unchanged, whose stride view() may refuse.
     return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 

@@ -56,11 +56,11 @@ class Report:
     Attributes
     ----------
     versions, machine, environment : dict
-        What to print under the headings of these names.
+        What to print under these headings.
     switch : Switch
-        State of ``OMNI_RUNNER`` and of the entry point that reads it.
+        State of the variable, and of the entry point that reads it.
     names : list of (str, str or None)
-        Each engine name that this package builds on, and what is wrong with it.
+        Each engine name that is built on, and what is wrong with it.
     deploy : str
         The deployment given by ``--deploy``; empty if none was.
     stages : list of StageVerdict
@@ -149,7 +149,7 @@ def examine(deploy: Path | None = None, pipeline: str | None = None) -> Report:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the relevant packages."""
+    """Return the versions of the relevant packages."""
     found = {"python": host.python_version()}
     for name in _DISTRIBUTIONS:
         found[name] = "not installed"
@@ -334,7 +334,7 @@ def _package_folder(name: str) -> Path:
 
 
 def _yaml_problem(error: Exception) -> str:
-    """Return the engine's error about a YAML, with the line number if it is a syntax error."""
+    """Return the engine's error about a YAML, with the line of a syntax error."""
     mark = getattr(error, "problem_mark", None)
     if mark is not None:
         place = f"line {mark.line + 1} of {Path(str(mark.name)).name}"

@@ -111,7 +111,7 @@ def describe(stage: str, reasons: tuple[str, ...]) -> str:
 
 
 def prefix_cache_excludes_async(runner_cls: type[Any]) -> bool:
-    """Return whether this version of the engine does not combine asynchronous output with its prefix cache."""
+    """Whether this version of the engine has no asynchronous output if its prefix cache is on."""
     checks = [vars(cls)[_CHECK] for cls in runner_cls.__mro__ if _CHECK in vars(cls)]
     return any("omni_prefix_cache" in check.__code__.co_names for check in checks)
 

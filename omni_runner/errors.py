@@ -27,7 +27,7 @@ __all__ = [
 
 
 class OmniRunnerError(Exception):
-    """Base class of all exceptions of this package."""
+    """Base class of this package's exceptions."""
 
 
 class UpstreamMissing(OmniRunnerError, ImportError):

@@ -2,16 +2,16 @@
 
 If a busy sender thread runs in the engine's process, two of Python's defaults cost the engine whole steps:
 
-* A full garbage collection traverses all objects that wait for the sender, which takes 50 to 150 ms each time. The
-  stage's payloads are excluded from it (see `untrack`); the objects that the engine itself queues for each payload
-  (0.30: a copy of the request and of its token lists) cannot be. Full collections are therefore made a hundred times
-  rarer. Those of the middle generation, 4 ms each, are made two and a half times as frequent, and each has that much
-  less to do. The threshold of the youngest generation is unchanged.
+* A full garbage collection traverses all objects that wait for the sender, 50 to 150 ms at a time. The stage's
+  payloads are excluded from it (see `untrack`); what the engine itself queues for each payload (0.30: a copy of the
+  request and of its token lists) cannot be. Full collections are therefore made a hundred times rarer. Those of the
+  middle generation, 4 ms each, are made 2.5 times as frequent, with that much less to do each. The threshold of the
+  youngest generation is unchanged.
 * A thread that needs the interpreter lock (GIL) while another runs Python code waits 5 ms before it requests the lock,
   and every torch call releases it.
 
-Both are settings of the whole process, so each is changed only if it has Python's default, and restored when the last
-stage is closed.
+Both settings are process-wide, so each is changed only if it has Python's default, and restored when the last stage is
+closed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _leave(key: int) -> None:
 
 
 def _change() -> bool:
-    """Change the settings that have Python's defaults; return whether any was changed."""
+    """Change settings that have Python's defaults; return whether any was changed."""
     thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
     if thresholds in PYTHONS_THRESHOLDS:
         ours = (thresholds[0], *OLDER_THRESHOLDS)

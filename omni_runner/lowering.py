@@ -72,7 +72,7 @@ class PackedPieces(NamedTuple):
     first, end
         Range of the column's pieces.
     owners
-        For each piece, its consumer's index among the step's consumers; None if the pieces are one each, in order.
+        For each piece, its consumer's index among the step's consumers; None if each gets one, in order.
     """
 
     column: int
@@ -99,7 +99,7 @@ class KeyRecipe(NamedTuple):
     pieces
         Where the key's tensors are.
     plain
-        Plain values: one `ValueRef`, whose value is shared by all consumers or, if it is a list, split by element;
+        Plain values: a `ValueRef`, whose value all consumers share or, if it is a list, split by element;
         `PlainElements` for a tuple or a list that is not entirely plain; None if the key holds only tensors.
     """
 
@@ -135,7 +135,7 @@ class Lowering:
 
 
 def with_tokens_bytes(*, awaited: bool) -> int:
-    """Return the size of the largest payload that is packed together with sampled tokens."""
+    """Return the size of the largest payload that is packed with tokens."""
     return WITH_AWAITED_TOKENS_BYTES if awaited else WITH_TOKENS_BYTES
 
 
@@ -191,9 +191,9 @@ class Lowerer:
         spec, num_values
             The payload's structure, from `flatten`, and how many plain values it has.
         leaves
-            The payload's tensors, then the hidden rows and the sampled tokens, if there are any.
+            The payload's tensors, then hidden rows and sampled tokens, if any.
         has_hidden
-            Whether `leaves` has the stage's own hidden rows; some models omit them from their payloads.
+            Whether `leaves` has the stage's hidden rows; some models omit them.
         has_tokens
             Whether the last of `leaves` is the step's sampled tokens.
         tokens_awaited
@@ -208,7 +208,7 @@ class Lowerer:
         Raises
         ------
         NotCovered
-            Columns cannot express the payload; the message gives the reason.
+            Columns can't express the payload; the message says why.
         """
         structure = self._structure(spec, num_values, len(leaves), has_hidden, has_tokens)
         looks = structure.tables.look(leaves)
@@ -248,9 +248,9 @@ class _Structure(NamedTuple):
     keys
         In the order of the per-request payloads, without those of the sparse protocol.
     hidden
-        Index of the leaf with the stage's own hidden rows, or None.
+        Index of the hidden rows' leaf, or None.
     tokens
-        Index of the leaf with the step's sampled tokens, or None.
+        Index of the sampled tokens' leaf, or None.
     tables
         Cached dtypes, widths, strides and devices of the leaves.
     """
@@ -295,7 +295,7 @@ class _StepLowerer:
         return Lowering(recipes, plan_columns(self.looks, columns) if columns else None, tokens)
 
     def _suits_tokens(self, leaf: int) -> bool:
-        """Return whether the sampled tokens can be gathered with the payload without making the pack more expensive."""
+        """Whether the sampled tokens can be gathered with the payload at no extra cost."""
         kinds, routes = self.looks.table.kinds, self.looks.table.routes
         if routes[leaf] is not Route.KERNEL or kinds[leaf].scalar or self.columns.nbytes > self.most_bytes:
             return False
@@ -416,7 +416,7 @@ class _StepLowerer:
 def pick_elements(key: str, elements: Sequence[Any], step: StepContext) -> list[Any]:
     """Return each consumer's element of a per-request list.
 
-    If the list is too short for a consumer, it gets the first element, as in the engine, except under sparse routing.
+    A consumer for which the list is too short gets the first element, as in the engine, except under sparse routing.
 
     Raises
     ------

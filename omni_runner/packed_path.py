@@ -301,7 +301,7 @@ def _channel_rules(upstream: Upstream, runner: Any, *, untracks: bool) -> Channe
 
 
 def _crosses_processes(runner: Any) -> bool:
-    """Return whether the engine runs its workers in separate processes, and therefore pickles their outputs."""
+    """Whether the engine runs its workers in separate processes, and therefore pickles their outputs."""
     config = getattr(runner.vllm_config, "parallel_config", None)
     return config is not None and (config.world_size > 1 or config.distributed_executor_backend in ("mp", "ray"))
 

@@ -22,30 +22,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.omni_runner")
 
-_NO_ROWS = torch.empty((0, 0))  # hidden rows of a step in which nobody wants any
+_NO_ROWS = torch.empty((0, 0))  # hidden rows of a step that needs none
 
 
 class PackedPayload:
-    """Stands in for the engine's snapshot object, and is its own `multimodal_outputs` and `async_payload`.
+    """Replaces the engine's snapshot object, and is its own `multimodal_outputs` and `async_payload`.
 
-    One allocation instead of three, since the decode thread makes one in every step.
+    This takes one allocation instead of three in every step of the decode thread.
 
     Attributes
     ----------
     hidden_states
-        Without rows, on the host. The rows themselves are in the pack.
+        A host tensor without rows; the rows are in the pack.
     multimodal_outputs
         The pack, which our builder recognizes.
     async_payload
-        What the builder thread waits for before it builds.
+        What the builder thread waits for before it builds the output.
     snapshot
-        None if there was no tensor to pack.
+        The pack; None if there was no tensor to pack.
     """
 
     __slots__ = ("snapshot",)
 
     hidden_states: Tensor
-    staged_hidden_states_cpu = None  # the engine's fourth field
+    staged_hidden_states_cpu = None  # the fourth field of the engine's snapshot object
     snapshot: spanpack.Snapshot | None
 
     @property
@@ -59,13 +59,13 @@ class PackedPayload:
         return self
 
     def wait(self) -> None:
-        """Sleep until the bytes are on the host, or never will be; failures are left to `arrive`.
+        """Sleep until the bytes are on the host or the transfer has failed; errors are left to `arrive`.
 
-        The engine waits with this where nobody cleans up after a failure. Our builder does, and waits again.
+        The engine calls this where no code cleans up after a failure. Our builder does, and calls `arrive`.
         """
         try:
             self.arrive()
-        except Exception:  # the same call raises it again where it can be handled
+        except Exception:  # `arrive` raises it again where it can be handled
             logger.debug("omni_runner: waiting for a pack failed", exc_info=True)
 
     def arrive(self) -> None:
@@ -74,24 +74,24 @@ class PackedPayload:
             self.snapshot.wait()
 
     def release(self) -> None:
-        """Give up this object's hold on the slab; tensors that were made from it keep it."""
+        """Release this object's reference to the slab; tensors made from the slab keep theirs."""
         if self.snapshot is not None:
             self.snapshot.release()
 
 
 class PackedStep(PackedPayload):
-    """A step on its way to the host as columns, one per key; `builder.ChannelBuilder` reads it.
+    """A step in transit to the host, packed as columns; `builder.ChannelBuilder` reads it.
 
     Attributes
     ----------
     step
-        Who gets what.
+        The step's host metadata.
     lowering
-        What the columns mean; None if the step has no consumer.
+        How to read the columns; None if no payload is built.
     values
-        The payload's plain values, as they were when it was packed.
+        The payload's plain values, as they were when the step was packed.
     made_tokens
-        What `tokens` has returned; None before.
+        Result of `tokens`; None before its first call.
     """
 
     __slots__ = ("lowering", "made_tokens", "step", "values")
@@ -113,25 +113,25 @@ class PackedStep(PackedPayload):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the step's sampled tokens were packed along."""
+        """Whether the step's sampled tokens are in the pack."""
         return self.snapshot is not None and self.lowering is not None and self.lowering.tokens is not None
 
     def tokens(self) -> Tensor:
-        """The step's sampled tokens on the host; waits for the bytes. Once made, they outlive `release`."""
+        """Return the step's sampled tokens on the host, waiting for the bytes; the tensor outlives `release`."""
         if self.made_tokens is None:
             assert self.snapshot is not None
             assert self.lowering is not None
             assert self.lowering.tokens is not None
             try:
                 self.made_tokens = self.snapshot.column(self.lowering.tokens)
-            except spanpack.ClosedError:  # released meanwhile, by a builder that has made them before
+            except spanpack.ClosedError:  # released meanwhile by the builder, which makes the tokens first
                 if self.made_tokens is None:
                     raise
         return self.made_tokens
 
 
 class PackedWhole(PackedPayload):
-    """A whole payload tree on its way to the host."""
+    """A whole payload tree in transit to the host."""
 
     __slots__ = ("_spec", "_values", "hidden_states")
 
@@ -144,9 +144,9 @@ class PackedWhole(PackedPayload):
         self.hidden_states = no_rows
 
     def payload(self) -> Any:
-        """The tree as it was packed, its tensors on the host; waits for the bytes.
+        """Return the tree that was packed, with its tensors on the host; waits for the bytes.
 
-        The tensors are views into one slab. They are only read by the engine's builder, which cuts and copies them.
+        The tensors are views into one slab. The engine's builder only reads them: it slices and copies them.
         """
         snapshot = self.snapshot
         leaves = [] if snapshot is None else [snapshot.split(i)[0] for i in range(len(snapshot.plan.columns))]
@@ -158,33 +158,33 @@ class _Refusal(Enum):
 
 
 _REFUSED: Final = _Refusal.TOKENS
-_Found: TypeAlias = Lowering | str | _Refusal  # what was found out about a payload; str: why columns can't express it
+_Found: TypeAlias = Lowering | str | _Refusal  # result of lowering a payload; str: why columns can't express it
 
-# Offering tokens to a payload that refuses them costs a second look, and a second lowering if it was never seen. After
-# so many refusals, of which two acceptances cancel one, none are offered for so many steps.
+# Offering tokens to a payload that refuses them costs a second look-up, and a second lowering if it was never seen.
+# After `_REFUSALS` refusals (two acceptances cancel one), no tokens are offered for `_REST_STEPS` steps.
 _REFUSALS, _REST_STEPS = 8, 1000
 
 
 @dataclass(slots=True)
 class _Trials:
-    """How tokens of one kind, awaited or not, have fared."""
+    """Results of offering tokens of one kind, awaited or not."""
 
     refusals: float = 0.0
-    resting: int = 0  # steps in which they are not to be offered
+    resting: int = 0  # remaining steps in which tokens are not offered
 
     def taken(self) -> None:
-        """A payload took them."""
+        """Count an acceptance of tokens."""
         self.refusals = max(0.0, self.refusals - 0.5)
 
     def refused(self) -> None:
-        """A payload refused them."""
+        """Count a refusal of tokens."""
         self.refusals += 1
         if self.refusals >= _REFUSALS:
             self.refusals, self.resting = 0.0, _REST_STEPS
 
 
 class StepPacker:
-    """Packs steps and remembers how: a step that looks like an earlier one costs no planning.
+    """Packs steps and caches the plans: a step that looks like an earlier one needs no planning.
 
     Parameters
     ----------
@@ -195,7 +195,7 @@ class StepPacker:
     fills_channels
         False for a stage whose output has no payload at all (text): its steps are checked, but nothing is packed.
     cache_capacity
-        How many kinds of steps to remember, of each mode.
+        How many kinds of steps to cache for each mode.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class StepPacker:
         self._packer = packer
         self._lowerer = Lowerer(upstream, cache_capacity)
         self._fills_channels = fills_channels
-        # One for each combination of (has hidden rows, has tokens, tokens are awaited): their leaves may look alike.
+        # One cache for each combination of (has hidden rows, has tokens, tokens awaited): their leaves may look alike.
         self._lowerings = {
             beside: spanpack.PlanCache[_Found](cache_capacity) for beside in product((False, True), repeat=3)
         }
@@ -225,25 +225,25 @@ class StepPacker:
         tokens: Tensor | None = None,
         tokens_awaited: bool = False,
     ) -> PackedStep:
-        """Pack what the step's consumers get, in the columns that `builder.ChannelBuilder` reads.
+        """Pack what the step's consumers get, as columns that `builder.ChannelBuilder` reads.
 
         Parameters
         ----------
         step
             The step's host metadata.
         hidden_states
-            ``[hidden_rows, ...]``, the stage's own hidden rows; None where the model leaves them out of its payloads.
+            ``[hidden_rows, ...]``, the stage's own hidden rows; None if the model omits them from its payloads.
         multimodal_outputs
             The payload as the model returned it.
         tokens
-            The step's sampled tokens. If they can be, they are packed along, see `PackedStep.tokens`.
+            The step's sampled tokens, packed along with the payload if possible, see `PackedStep.tokens`.
         tokens_awaited
-            Whether more than the step's output waits for them; then only a small payload takes them along.
+            Whether anything besides the step's output waits for them; then only a small payload takes them along.
 
         Raises
         ------
         NotCovered
-            With the reason; use `pack_whole` and the engine's own builder instead. Nothing was packed.
+            Columns can't express the payload; nothing was packed. Use `pack_whole` and the engine's own builder.
         """
         if not step.consumers:
             return PackedStep(step)
@@ -274,7 +274,7 @@ class StepPacker:
         tokens: Tensor | None,
         tokens_awaited: bool,
     ) -> PackedStep | None:
-        """None where the payload does not go together with tokens; nothing was packed then."""
+        """Pack the step; returns None, without packing anything, if the payload refuses the tokens."""
         extra = tuple([leaf for leaf in (hidden_states, tokens) if leaf is not None])
         beside = hidden_states is not None, tokens is not None, tokens_awaited
         lowerings = self._lowerings[beside]
@@ -319,14 +319,14 @@ class StepPacker:
         return _REFUSED if found is None else found
 
     def pack_whole(self, tree: Any, no_rows: Tensor = _NO_ROWS) -> PackedWhole:
-        """Pack every tensor of a payload tree as it is.
+        """Pack every tensor of a payload tree whole.
 
         Parameters
         ----------
         tree
-            What the engine's own snapshot would bring to the host.
+            What the engine's own snapshot would copy to the host.
         no_rows
-            ``[0, ...]``, in the place of the stage's hidden rows.
+            ``[0, ...]``, used in place of the stage's hidden rows.
 
         Raises
         ------
@@ -346,7 +346,7 @@ class StepPacker:
 
 
 def _may_take_tokens(step: StepContext, hidden_states: Tensor | None, *, awaited: bool) -> bool:
-    """False for a payload that its prefills' hidden rows alone make too large; found out without lowering it."""
+    """Return False, without lowering the payload, if its prefills' hidden rows alone make it too large."""
     if hidden_states is None or not step.everyone_consumes:
         return True
     row_bytes = hidden_states.nbytes // max(1, hidden_states.shape[0])
@@ -355,14 +355,14 @@ def _may_take_tokens(step: StepContext, hidden_states: Tensor | None, *, awaited
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Whole:
-    """How to pack a whole tree; no plan for one without tensors."""
+    """How to pack a whole tree; the plan is None if the tree has no tensors."""
 
     spec: TreeSpec
     plan: spanpack.Plan | None
 
 
 def _check_plain_lists(lowering: Lowering, values: Sequence[Any], step: StepContext) -> None:
-    """Under sparse routing the engine reports a list that is too short; it has to see such a step itself."""
+    """Raise `NotCovered` if a list is too short for sparse routing, so that the engine itself reports it."""
     for recipe in lowering.recipes:
         if isinstance(recipe.plain, ValueRef) and isinstance(values[recipe.plain.index], list):
             pick_elements(recipe.key, values[recipe.plain.index], step)

@@ -1,7 +1,7 @@
 """Pipelines and model flags of the installed vllm-omni, read from its source.
 
-Importing a model needs its libraries and often a GPU, and a model sets its flags when it is made.
-``omni-runner doctor`` has neither, so it reads what the source says: constants only, nothing is run.
+Importing a model needs its libraries and often a GPU, and a model sets its flags when it is constructed.
+``omni-runner doctor`` has neither, so it reads only constants from the source and runs none of it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class PipelineStage:
     Attributes
     ----------
     stage_id : int
-        Its number in the deploy YAML.
+        Number of the stage in the deploy YAML.
     name : str
         The engine's `model_stage`: ``thinker``, ``talker``, ...
     kind : str
-        ``ar``, ``generation`` or ``diffusion``; only ``ar`` stages have the runner that we replace.
+        ``ar``, ``generation`` or ``diffusion``; only ``ar`` stages have the runner that this package replaces.
     architecture : str
         Name of the model in vllm-omni's registry; empty if the source computes it.
     """
@@ -41,7 +41,7 @@ class PipelineStage:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """The stages of a model, and the name of its bundled deploy YAML (empty if it states none)."""
+    """The stages of a model, and the name of its bundled deploy YAML (empty if it has none)."""
 
     name: str
     deploy_name: str
@@ -50,7 +50,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class EngineSource:
-    """The source of one vllm-omni.
+    """The source code of one vllm-omni.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class EngineSource:
     _parsed: dict[Path, ast.Module] = field(default_factory=dict, compare=False, repr=False)
 
     def pipelines(self) -> dict[str, Pipeline]:
-        """All pipelines that are written down as constants, with every stage, by name."""
+        """Return by name all pipelines whose stages can all be read as constants."""
         found = {}
         for path in sorted((self.root / _MODELS).glob("*/pipeline.py")):
             module = self._parse(path)
@@ -74,17 +74,17 @@ class EngineSource:
         return found
 
     def model_flags(self, architecture: str, stage_name: str) -> dict[str, bool | None]:
-        """What a model sets `MODEL_FLAGS` to in a stage; None where that depends on more than the stage."""
+        """Return a model's values of `MODEL_FLAGS` in a stage; None where a value depends on more than the stage."""
         if not architecture:
             return dict.fromkeys(MODEL_FLAGS)
-        # As the engine takes an absent flag.
+        # The engine treats an absent flag as False.
         flags: dict[str, bool | None] = dict.fromkeys(MODEL_FLAGS, False)
         place = self._registry().get(architecture)
-        if place is None:  # one of vLLM's own models, which know nothing of them
+        if place is None:  # one of vLLM's own models, which do not have these flags
             return flags
         folder, module, class_name = place
         path = self.root / _MODELS / folder / f"{module}.py"
-        # Bases first: what a class says itself comes last and wins.
+        # Bases first, so that a class's own assignments override those of its bases.
         for definition in reversed(list(self._class_chain(path, class_name))):
             _apply(definition.body, flags, stage_name, target="")
             for method in definition.body:
@@ -93,7 +93,7 @@ class EngineSource:
         return flags
 
     def _registry(self) -> Mapping[str, Sequence[str]]:
-        """Architecture -> folder, module, class."""
+        """Return architecture -> folder, module, class."""
         for statement in self._parse(self.root / _MODELS / "registry.py").body:
             if isinstance(statement, ast.Assign) and _name(statement.targets[0]) == "_OMNI_MODELS":
                 registry: Mapping[str, Sequence[str]] = ast.literal_eval(statement.value)
@@ -101,7 +101,7 @@ class EngineSource:
         return {}
 
     def _class_chain(self, path: Path, class_name: str) -> Iterator[ast.ClassDef]:
-        """The class and those of its bases that vllm-omni defines, in no particular order among the bases."""
+        """Yield the class, then those of its bases that vllm-omni defines, in no particular order."""
         if not path.is_file():
             return
         module = self._parse(path)
@@ -134,7 +134,7 @@ def _read_pipeline(call: ast.Call, constants: Mapping[str, str]) -> Pipeline | N
         words = {word.arg: word.value for word in stage.keywords if word.arg} if isinstance(stage, ast.Call) else {}
         stage_id = words.get("stage_id")
         if not (isinstance(stage_id, ast.Constant) and isinstance(stage_id.value, int)):
-            return None  # rather than a pipeline that seems to lack a stage
+            return None  # better no pipeline than one that seems to lack a stage
         kind = _KINDS.get(_name(words["execution_type"]), "?") if "execution_type" in words else "ar"
         architecture = _text(words.get("model_arch"), constants) or default_architecture
         stage_name = _text(words.get("model_stage"), constants)
@@ -143,14 +143,14 @@ def _read_pipeline(call: ast.Call, constants: Mapping[str, str]) -> Pipeline | N
 
 
 def _apply(body: Sequence[ast.stmt], flags: dict[str, bool | None], stage_name: str, *, target: str) -> None:
-    """Follow the assignments of `body` to flags of `target` ("self", or "" for bare names)."""
+    """Apply the assignments in `body` to flags of `target` ("self", or "" for bare names)."""
     for statement in body:
         if isinstance(statement, ast.If):
             holds = _stage_test(statement.test, stage_name)
             if holds is not None:
                 _apply(statement.body if holds else statement.orelse, flags, stage_name, target=target)
                 continue
-            # Either branch may be taken: what they disagree on is not known.
+            # Either branch may be taken: a flag on which they disagree is unknown.
             other = dict(flags)
             _apply(statement.body, flags, stage_name, target=target)
             _apply(statement.orelse, other, stage_name, target=target)
@@ -167,7 +167,7 @@ def _apply(body: Sequence[ast.stmt], flags: dict[str, bool | None], stage_name: 
 
 
 def _stage_test(test: ast.expr, stage_name: str) -> bool | None:
-    """Outcome of ``model_stage == "x"`` or ``model_stage in ("x", ...)``; None for any other test."""
+    """Return the outcome of ``model_stage == "x"`` or ``model_stage in ("x", ...)``; None for any other test."""
     if not (isinstance(test, ast.Compare) and len(test.ops) == 1 and _name(test.left) == "model_stage"):
         return None
     try:
@@ -189,7 +189,7 @@ def _calls(module: ast.Module, name: str) -> Iterator[ast.Call]:
 
 
 def _constants(module: ast.Module) -> dict[str, str]:
-    """Module-level names of texts."""
+    """Return the module-level string constants by name."""
     return {
         _name(statement.targets[0]): statement.value.value
         for statement in module.body
@@ -206,7 +206,7 @@ def _text(node: ast.expr | None, constants: Mapping[str, str]) -> str:
 
 
 def _name(node: ast.AST | None) -> str:
-    """Last part of a dotted name, "" for anything else."""
+    """Return the last part of a dotted name, "" for anything else."""
     if isinstance(node, ast.Name):
         return node.id
     return node.attr if isinstance(node, ast.Attribute) else ""

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-#: What vllm-omni 0.24 to 0.30 name on CUDA, ROCm and MUSA.
+#: The AR worker that vllm-omni 0.24 to 0.30 names on CUDA, ROCm and MUSA.
 STOCK_AR_WORKER = "vllm_omni.worker.gpu_ar_worker.GPUARWorker"
 PACKED_AR_WORKER = "omni_runner.PackedGPUARWorker"
 
 _NAMES = ("cuda", "rocm", "npu", "xpu", "musa")
-# What a platform named before `name_packed_ar_worker`.
+# For each platform class, the AR worker that it named before `name_packed_ar_worker`.
 _replaced: dict[type[Any], str] = {}
 
 
 def current_platform() -> Any:
-    """vllm-omni's current platform; the first call looks for accelerators, without making a CUDA context."""
+    """Return vllm-omni's current platform; the first call detects accelerators, without creating a CUDA context."""
     from vllm_omni.platforms import current_omni_platform  # noqa: PLC0415  imports the engine
 
     return current_omni_platform
 
 
 def platform_name(platform: Any) -> str:
-    """``cuda``, ``rocm``, ``npu``, ``xpu``, ``musa``, ``out-of-tree``; ``unspecified``: no accelerator."""
+    """Return ``cuda``, ``rocm``, ``npu``, ``xpu``, ``musa``, ``out-of-tree`` or ``unspecified`` (no accelerator)."""
     for name in _NAMES:
         if getattr(platform, f"is_{name}")():
             return name
@@ -29,7 +29,7 @@ def platform_name(platform: Any) -> str:
 
 
 def stock_ar_worker(platform: Any) -> str:
-    """Dotted path of the AR worker that this platform uses without us."""
+    """Return the dotted path of the AR worker that this platform uses without us."""
     if type(platform) in _replaced:
         return _replaced[type(platform)]
     try:

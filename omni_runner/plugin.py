@@ -1,12 +1,12 @@
 """What the entry point does when ``OMNI_RUNNER=1``.
 
 vLLM loads its general plugins in the serving process while it parses the command line, and again in every
-engine, worker and model-inspection process. By then vllm-omni's own general plugin has been imported, and
-with it the current platform; its stages are resolved later, in the serving process, where each AR stage
-without a `worker_cls` of its own takes the one that the platform names. Naming ours there reaches every
-worker through the stage's configuration, shows in the engine's logs, and leaves alone what has a
-`worker_cls` in the deploy YAML, generation stages, and the platforms that have workers of their own.
-Nothing of the worker or runner is imported here, and no other variable is read: the worker sees to those.
+engine, worker and model-inspection process. By then vllm-omni's own general plugin and the current platform
+have been imported. The stages are resolved later, in the serving process: each AR stage without a
+`worker_cls` of its own takes the one that the platform names. Making the platform name ours reaches every
+worker through the stage's configuration and shows in the engine's logs. It does not affect stages with a
+`worker_cls` in the deploy YAML, generation stages, and platforms that have workers of their own.
+This module imports neither worker nor runner; the worker reads and checks all other variables.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def activate() -> bool:
     Returns
     -------
     bool
-        Whether the platform names our worker now.
+        Whether the platform now names our worker.
     """
     try:
         if not asks_to_be_on():
             return False
     except SettingsError as error:
-        if not asks_to_be_strict():  # else the worker refuses to start
+        if not asks_to_be_strict():  # in strict mode the worker refuses to start
             logger.warning("omni_runner stays off: %s", error)
             return False
     if "vllm_omni" not in sys.modules:
-        # Importing it patches vLLM: not in a process that does without it.
+        # Importing vllm_omni patches vLLM, so it is not imported in a process that does not use it.
         if importlib.util.find_spec("vllm_omni") is None:
             logger.warning("omni_runner stays off: OMNI_RUNNER is set, but vllm-omni is not installed")
         else:

@@ -1,7 +1,7 @@
-"""The reference for packed payloads: what the engine hands out, by plain slicing, request by request.
+"""The reference for packed payloads: the engine's payloads, computed by plain slicing, request by request.
 
-No plan, no packer, no builder, and no engine either: its rules are told again here, so that a trace can be
-checked where none is installed. Slow and obvious on purpose.
+It uses no plan, packer or builder, and no engine either: it implements the engine's rules again, so that a trace
+can be checked where no engine is installed. Slow and obvious on purpose.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _EXPANDED_ROOTS = frozenset({"codes", "embed", "hidden_states", "ids", "meta"})
 
 
 def reference_payloads(step: TraceStep) -> Payloads:
-    """Each request's payload of a step, on the host, None for a request without a consumer.
+    """Return each request's payload of a step, on the host; None for a request without a consumer.
 
-    By the engine's rules: of a tensor whose first dimension is the number of hidden rows or of scheduled
-    tokens, a request gets its span; of a list its element, the first if the list is too short; of anything
-    else a copy.
+    The engine's rules: from a tensor whose first dimension is the number of hidden rows or of scheduled
+    tokens, a request gets its span; from a list its element, or the first one if the list is too short;
+    of anything else a copy.
     """
     total = sum(step.num_scheduled_tokens)
     hidden = step.hidden_states if step.include_hidden else None
@@ -50,7 +50,7 @@ def reference_payloads(step: TraceStep) -> Payloads:
 
 
 def _share(key: str, value: Any, element: int, span: slice, row_counts: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """What one request gets of one flat key: nothing, one tensor, or those of a nested dict."""
+    """Yield what one request gets of one flat key: nothing, one tensor, or the tensors of a nested dict."""
     if isinstance(value, dict):
         for inner_key, inner in value.items():
             yield from _share(f"{key}.{inner_key}", inner, element, span, row_counts)
@@ -69,7 +69,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def flatten_payload(payload: dict[str, Any]) -> dict[str, Any]:
-    """Flat keys as the engine names them: `codes.audio`, `hidden_states.layer_24`."""
+    """Flatten a payload to the engine's keys: `codes.audio`, `hidden_states.layer_24`."""
     flat: dict[str, Any] = {}
     for root, value in payload.items():
         if root not in _EXPANDED_ROOTS or not isinstance(value, dict):
@@ -84,7 +84,7 @@ def flatten_payload(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_tensor(value: Any) -> Tensor | None:
-    """A plain value as the tensor that goes on the wire; None for what the engine drops."""
+    """Convert a plain value to the tensor that the engine sends; None if the engine drops the value."""
     if isinstance(value, bool | int | float):
         return torch.tensor(value)
     if isinstance(value, list | tuple):

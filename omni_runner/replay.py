@@ -1,4 +1,4 @@
-"""Pack the steps of a trace again: are the bytes right, and what does it cost on this machine."""
+"""Pack the steps of a trace again, to check the bytes and to measure the cost on this machine."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _MOST_DIFFERENCES = 20
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of replaying one trace.
+    """Result of replaying one trace.
 
     Attributes
     ----------
     stage : str
-        Of the trace.
+        Stage of the trace.
     backend, device : str
-        What packed, and where.
+        Backend and device of the packer.
     steps, payloads : int
         Steps packed; per-request payloads made and compared.
     whole_steps : int
@@ -47,12 +47,12 @@ class Replay:
     packs, launches, copies : int
         Of the compared pass: packs made, kernel launches, device-to-host copies.
     direct_stores : int
-        Packs small enough that the kernel stored them into pinned memory itself, where this GPU is tuned for that.
+        Packs that the kernel stored directly into pinned memory: small ones, if the GPU is tuned for that.
     host_us, landed_us, ready_us : float
         Medians over the steps of the timed passes: until the pack call returns, until the bytes are on the
         host, until the per-request payloads exist.
     differences : tuple of str
-        What was not as the reference has it; empty if all bytes agree.
+        Differences from the reference; empty if all bytes agree.
     """
 
     stage: str
@@ -78,7 +78,7 @@ class Replay:
 
 
 def default_device() -> str:
-    """The current GPU, or the CPU where there is none."""
+    """Return the current GPU, or the CPU if there is none."""
     return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
 
 
@@ -90,9 +90,9 @@ def replay(trace: Trace, packer: spanpack.Packer, *, timed_passes: int = 20) -> 
     trace : Trace
         Loaded onto the packer's device.
     packer : spanpack.Packer
-        Does the packing; its counters tell the launches and copies.
+        Does the packing; its counters give the launches and copies.
     timed_passes : int
-        How often to pack the whole trace for the figures, after the compared pass and one to warm up.
+        Number of timed passes over the trace, after the compared pass and one warm-up pass.
     """
     replayer = _Replayer(packer)
     before = packer.stats()
@@ -146,7 +146,7 @@ class _Replayer:
         self._on_gpu = packer.device.type == "cuda"
 
     def payloads(self, step: TraceStep) -> tuple[Payloads, bool]:
-        """One step's payloads through the packer, and whether it had to be packed as whole tensors."""
+        """Return one step's payloads after packing, and whether the step had to be packed as whole tensors."""
         hidden = step.hidden_states if step.include_hidden else None
         try:
             packed = self._packer.pack(_context(step), hidden_states=hidden, multimodal_outputs=step.multimodal_outputs)
@@ -200,7 +200,7 @@ def _context(step: TraceStep) -> StepContext:
 
 
 def compare_payloads(request_ids: Sequence[str], expected: Payloads, found: Payloads) -> list[str]:
-    """What differs between two steps' payloads, naming request and key; dtype, shape and bytes count."""
+    """List the differences between two steps' payloads by request and key; compares dtype, shape and bytes."""
     return [
         f"request {request}{text}"
         for request, left, right in zip(request_ids, expected, found, strict=True)
@@ -220,7 +220,7 @@ def _compare_payload(expected: dict[str, Tensor] | None, found: dict[str, Tensor
 
 
 class _EngineRules:
-    """As much of `omni_runner.compat.Upstream` as is used here, for where no engine is installed."""
+    """The part of `omni_runner.compat.Upstream` that is used here, for machines without an engine."""
 
     sparse_protocol_keys = SPARSE_PROTOCOL_KEYS
 

@@ -1,7 +1,7 @@
-"""`PackedGPUARModelRunner`: the engine's AR runner whose asynchronous payloads go through one pack a step.
+"""`PackedGPUARModelRunner`: the engine's AR runner, which packs its asynchronous payloads once per step.
 
-Every override is short: it asks the runner's `PackedPath` or calls the engine. A step that cannot be packed, or whose
-packing fails, is the engine's.
+Every override is short: it calls the runner's `PackedPath` or the engine. A step that cannot be packed, or whose
+packing fails, is handled by the engine.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _EngineRunner: Any = object  # the real base is added by `make_runner_cls`
 
 
 class PackedRunnerMixin(_EngineRunner):
-    """Goes before the engine's `GPUARModelRunner`.
+    """Mixin to put before the engine's `GPUARModelRunner` in the MRO.
 
-    Adds no state in `__init__`, so a live runner may be given the class. What a step yields is bit for bit what the
-    engine's own runner yields.
+    Adds no state in `__init__`, so the class may be assigned to a live runner. A step's output is bit for bit that of
+    the engine's own runner.
     """
 
     _omni_runner_upstream: ClassVar[Upstream]
     _omni_runner_path: PackedPath | None = None  # made by `path_of`
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample, and hand out an output that our builder thread completes."""
+        """Sample, and return an output that our builder thread completes."""
         path = path_of(self)
         try:
             with path.constructs_ours:
@@ -91,7 +91,7 @@ class PackedRunnerMixin(_EngineRunner):
 
     @classmethod
     def on_swap(cls, runner: Any) -> None:
-        """Prepare a runner that is about to take this class's path: compile and pin now, not in a step."""
+        """Prepare a runner that is about to use this class: compile kernels and pin memory now, not in a step."""
         try:
             if runner._should_use_async_omni_output():
                 path_of(runner).warm_up(runner)
@@ -99,10 +99,10 @@ class PackedRunnerMixin(_EngineRunner):
             logger.warning("omni_runner: preparing the packer failed", exc_info=True)
 
     def shutdown(self) -> None:
-        """Finish outputs in flight, within a second, then shut down as the engine does."""
+        """Wait up to a second for outputs in flight, then shut down as the engine does."""
         try:
             path_of(self).close()
-        except Exception:  # the engine has more to give back than we have
+        except Exception:  # the engine's own shutdown has to run in any case
             logger.warning("omni_runner: closing the packed path failed", exc_info=True)
         super().shutdown()
 
@@ -112,7 +112,7 @@ class PackedRunnerMixin(_EngineRunner):
 
 
 def path_of(runner: Any) -> PackedPath:
-    """Return the packed path of a runner of ours; made on first use, because the class may come after `__init__`."""
+    """Return a runner's packed path; created on first use, because the class may be assigned after `__init__`."""
     path: PackedPath | None = runner._omni_runner_path
     if path is None:
         path = runner._omni_runner_path = PackedPath(type(runner)._omni_runner_upstream)

@@ -1,12 +1,12 @@
-"""The sampled tokens' way to the host: in the pack of the step's payload, or by one copy of their own.
+"""Transfer of the sampled tokens to the host: in the pack of the step's payload, or by one copy of their own.
 
-vLLM's output object makes a stream context, an event and a pinned tensor in every step: most of what an output costs
-once its payload is packed. Its tokens are not needed before the payload, for whose builder `get_output` waits first, so
-they come along in the pack: 64 tokens more among a megabyte. They stay away from packs that would delay them or that
-they would make dearer, see `lowering`, and from all but small ones where the next step's sampling wants them as well
-(penalties, some logits processors). Then, and where nothing is packed, `spanpack.Fetcher` makes the copy that vLLM
-makes, on the same stream, without torch's share of its cost. On the device nothing changes: the next step is fed with
-the very tensor.
+vLLM's output object creates a stream context, an event and a pinned tensor in every step, which is most of the cost of
+an output once its payload is packed. The tokens are not needed before the payload, because `get_output` first waits for
+the builder. They are therefore added to the pack: 64 more tokens in a megabyte. They are not added to packs that would
+delay them or that they would make more expensive, see `lowering`; and if the next step's sampling needs the tokens as
+well (penalties, some logits processors), only to small packs. Otherwise, and if nothing is packed, `spanpack.Fetcher`
+makes the same copy as vLLM, on the same stream, without torch's share of its cost. On the device nothing changes: the
+next step gets the same tensor.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.omni_runner")
 
-# Arguments of vLLM's output object: those of the tokens' copy, and those that ask for others.
+# Arguments of vLLM's output object: those for the copy of the tokens, and those that request other copies.
 _OF_TOKENS = frozenset(("sampled_token_ids", "invalid_req_indices", "async_output_copy_stream", "vocab_size"))
 _KNOWN = _OF_TOKENS | {"logprobs_tensors", "routed_experts", "num_nans", "check_ep_fault"}
 
-# What vLLM's ``__init__`` stores for those other copies, where none is asked for.
+# What vLLM's ``__init__`` stores for those other copies if none is requested.
 _NO_OTHER_COPIES = dict.fromkeys(
     (
         "_logprobs_tensors",
@@ -52,7 +52,7 @@ _FIELDS = frozenset(_NO_OTHER_COPIES) | {
 
 
 def stores_as_known(output_cls: type[Any]) -> bool:
-    """Whether vLLM's output class, whose ``__init__`` is not going to run, stores nothing but what is known here."""
+    """Whether ``__init__`` of vLLM's output class, which will be skipped, stores only known attributes."""
     try:
         instructions = dis.get_instructions(output_cls.__init__)
     except TypeError:  # not written in Python
@@ -61,16 +61,16 @@ def stores_as_known(output_cls: type[Any]) -> bool:
 
 
 class PromisedTokens:
-    """Stands for tokens that are in the pack, and for the event that they wait for, until the builder has made them.
+    """Placeholder for packed tokens, and for their event, until the builder has made the tensor.
 
-    To make a tensor costs more than all else of an output. The decode thread leaves it to the builder, whose work
-    `get_output` waits for. Until then this has the tensor's attributes and methods, which wait for the bytes; it is no
-    tensor to torch's functions.
+    Making a tensor costs more than all else in an output. The decode thread leaves it to the builder, for which
+    `get_output` waits. Until then this object has the tensor's attributes and methods, which wait for the bytes;
+    torch's functions do not accept it as a tensor.
 
     Attributes
     ----------
     kept
-        The tensor, once it was made.
+        The tensor; None until it has been made.
     """
 
     __slots__ = ("_step",)
@@ -80,7 +80,7 @@ class PromisedTokens:
 
     @property
     def kept(self) -> Tensor | None:
-        """See above."""
+        """The tensor, once made."""
         return self._step.made_tokens
 
     def synchronize(self) -> None:
@@ -88,31 +88,31 @@ class PromisedTokens:
         self._step.arrive()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # asked for by whoever copies or inspects objects
+        if name.startswith("_"):  # looked up when objects are copied or inspected
             raise AttributeError(name)
         return getattr(self._step.tokens(), name)
 
 
 class Landed:
-    """The event of tokens that are on the host."""
+    """The event of tokens that are already on the host."""
 
     def synchronize(self) -> None:
         """Return at once."""
 
 
 class SampledTokens:
-    """Brings one runner's sampled tokens to the host. Whatever it can't do is left to the engine.
+    """Transfers one runner's sampled tokens to the host; cases that it does not support are left to the engine.
 
     Attributes
     ----------
     copied
-        How often it has started a copy.
+        How many copies it has started.
     packed
-        How often the tokens were in the pack of their step.
+        How many steps had their tokens in their pack.
     expected
-        Tokens, and the step whose pack they may be in. The next output takes them from there if they are its own.
+        Tokens, and the step whose pack they may be in. The next output uses the pack if it is given these tokens.
     wanted
-        Whether the next output is likely to take tokens from here: the last one did, and nothing has failed.
+        Whether the next output is likely to get its tokens from here: the last one did, and nothing has failed.
     """
 
     def __init__(self) -> None:
@@ -124,16 +124,16 @@ class SampledTokens:
         self._failed = False
 
     def forget(self) -> None:
-        """Expect nothing: the step is over, or has failed."""
+        """Clear `expected`: the step has ended or failed."""
         self.expected = None
 
     def fields(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What vLLM's ``__init__`` would have stored, with the copy under way; None where the engine has to do it.
+        """Start the transfer and return what vLLM's ``__init__`` would have stored; None if the engine has to do it.
 
         Parameters
         ----------
         arguments
-            Of vLLM's output object.
+            Constructor arguments of vLLM's output object.
         """
         expected, self.expected = self.expected, None
         self.wanted = not self._failed and _only_tokens(arguments)
@@ -163,7 +163,7 @@ class SampledTokens:
             "_model_runner_output": None,
             "_invalid_req_indices": arguments["invalid_req_indices"],
             "async_copy_ready_event": landed,
-            "_sampled_token_ids": tokens,  # not to be freed before a copy is over; deleted by vLLM's `get_output`
+            "_sampled_token_ids": tokens,  # must not be freed before a copy ends; vLLM's `get_output` deletes it
             "vocab_size": arguments["vocab_size"],
             "sampled_token_ids_cpu": tokens_cpu,
         }
@@ -178,7 +178,7 @@ class SampledTokens:
         return self._fetcher.fetch(tokens)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.expected = None
         fetcher, self._fetcher = self._fetcher, None
         if fetcher is not None:
@@ -186,7 +186,7 @@ class SampledTokens:
 
 
 def _only_tokens(arguments: Mapping[str, Any]) -> bool:
-    """Whether nothing but tokens is to be copied, as far as the arguments are known."""
+    """Whether only tokens are to be copied; False if an argument is missing or unknown."""
     given = arguments.get
     return (
         given("logprobs_tensors") is None

@@ -57,9 +57,9 @@ class Settings:
     enabled : bool
         ``OMNI_RUNNER``: the entry point switches a whole deployment over.
     pinned_budget_bytes : int or None
-        ``OMNI_RUNNER_PINNED_MIB`` in bytes; None leaves it to the packer.
+        ``OMNI_RUNNER_PINNED_MIB`` in bytes; None means the packer's default.
     tune_python : bool
-        ``OMNI_RUNNER_TUNE_PYTHON``: see `interpreter`; and keep payloads that pile up out of garbage collection.
+        ``OMNI_RUNNER_TUNE_PYTHON``: apply `interpreter`, and exclude accumulating payloads from garbage collection.
     trace_dir : Path or None
         ``OMNI_RUNNER_TRACE``: where to record steps; None records nothing.
     trace_steps : int
@@ -77,12 +77,12 @@ class Settings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Settings:
-        """Read the variables. An empty one counts as unset.
+        """Read the variables; an empty one counts as unset.
 
         Raises
         ------
         SettingsError
-            Variables have values that mean nothing; the message names each and what it may be.
+            Variables have invalid values; the message names each of them and the values it allows.
         """
         problems = [str(error) for name, read in _READERS.items() if (error := _failure(read, environ, name))]
         if problems:
@@ -99,18 +99,18 @@ class Settings:
 
 
 def asks_to_be_on(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether ``OMNI_RUNNER`` is on, whatever other variables say.
+    """Whether ``OMNI_RUNNER`` is on, regardless of other variables.
 
     Raises
     ------
     SettingsError
-        Its value means nothing.
+        Its value is invalid.
     """
     return _switch(environ, "OMNI_RUNNER")
 
 
 def asks_to_be_strict(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether ``OMNI_RUNNER_STRICT`` is on, whatever other variables say; a value that means nothing counts as on."""
+    """Whether ``OMNI_RUNNER_STRICT`` is on, regardless of other variables; an invalid value counts as on."""
     try:
         return _switch(environ, "OMNI_RUNNER_STRICT")
     except SettingsError:
@@ -118,13 +118,13 @@ def asks_to_be_strict(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables of the environment that look like ours but are not, and what is probably meant."""
+    """Return variables that look like ours but are not, each with the name that is probably meant."""
     names = sorted(name for name in environ if name.startswith("OMNI_RUNNER") and name not in VARIABLES)
     return {name: _REPLACED.get(name) or next(iter(get_close_matches(name, VARIABLES)), "") for name in names}
 
 
 def warnings_of_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """What to tell a user of `unknown_variables`, a line each."""
+    """Return one warning line for each of `unknown_variables`."""
     return [
         f"{name} has no effect: it is none of omni-runner's variables" + (f"; is {meant} meant?" if meant else "")
         for name, meant in unknown_variables(environ).items()

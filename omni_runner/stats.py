@@ -13,20 +13,20 @@ import spanpack
 
 logger = logging.getLogger("vllm.omni_runner")  # below "vllm", so that the engine's handler and level apply
 
-MAX_REASONS = 64  # messages that vary from step to step must not grow the table, or the log, without end
+MAX_REASONS = 64  # messages that vary from step to step must not grow the table, or the log, without bound
 OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerStats:
-    """What a packed runner has done since it was made.
+    """Counters of a packed runner since it was created.
 
     Attributes
     ----------
     columns
-        Steps of which only what their consumers need was packed, and built column by column.
+        Steps that were packed as columns (only what their consumers need) and built column by column.
     empty
-        Steps that nobody consumed: nothing was packed.
+        Steps without a consumer: nothing was packed.
     whole
         Steps packed whole and built by the engine, by reason.
     stock
@@ -34,9 +34,9 @@ class RunnerStats:
     builder_s
         Seconds spent on building the outputs of packed steps, waiting for the device excluded.
     tokens_packed
-        Steps whose sampled tokens came in the pack.
+        Steps whose sampled tokens were in the pack.
     token_copies
-        Steps whose sampled tokens were copied here, by a copy of their own. Those of all others are the engine's.
+        Steps whose sampled tokens this package copied separately. In all other steps the engine copied them.
     pack
         The packer's counters; None before the first packed step.
     """
@@ -52,33 +52,33 @@ class RunnerStats:
 
     @property
     def steps(self) -> int:
-        """Asynchronous steps, whichever way they took."""
+        """Number of asynchronous steps, whichever path they took."""
         return self.columns + self.empty + sum(self.whole.values()) + sum(self.stock.values())
 
 
 class StepCounters:
-    """The counters while they count; safe from the engine's thread and the builder thread at once."""
+    """The live counters; safe to use from the engine's thread and the builder thread at once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.columns = 0  # steps packed as columns, and steps without consumers; only the engine's thread counts them
+        self.columns = 0  # like `empty`, written only by the engine's thread
         self.empty = 0
         self._whole: Counter[str] = Counter()
         self._stock: Counter[str] = Counter()
         self._builder_ns = 0
 
     def count_whole(self, reason: str) -> None:
-        """Count a step that was packed whole; the first of its reason is logged."""
+        """Count a step that was packed whole; the first step for each reason is logged."""
         if self._is_first(self._whole, reason):
             logger.info("omni_runner: packing whole payloads for the engine's own builder: %s", reason)
 
     def count_stock(self, reason: str) -> None:
-        """Count a step left to the engine; the first of its reason is logged."""
+        """Count a step left to the engine; the first step for each reason is logged."""
         if self._is_first(self._stock, reason):
             logger.warning("omni_runner: leaving the step to the engine's own snapshot: %s", reason)
 
     def count_failure(self, failure: Exception) -> None:
-        """Count a step left to the engine because our code failed; the first of its cause is logged in full."""
+        """Count a step left to the engine because our code failed; the first for each cause is logged in full."""
         cause = _cause(failure)
         if self._is_first(self._stock, cause):
             logger.warning("omni_runner: packing failed, leaving the step to the engine: %s", cause, exc_info=failure)
@@ -111,7 +111,7 @@ class StepCounters:
 
 
 def _cause(failure: Exception) -> str:
-    """Kind and place of a failure; not its message, which may differ every time."""
+    """Return the type and location of a failure, without its message, which may differ every time."""
     frames = traceback.extract_tb(failure.__traceback__, limit=-1)
     where = f" in {frames[-1].name}, {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else ""
     return f"{type(failure).__name__}{where}"

@@ -19,14 +19,14 @@ Int64Array = npt.NDArray[np.int64]
 class NotCovered(Exception):
     """A step that packed columns can't express; it goes through the engine's own builder instead.
 
-    A signal between the parts of this package, not an error: the runner catches it, counts its reason, and neither
-    the engine nor the user ever sees it.
+    A signal within this package, not an error: the runner catches it and counts its reason, and neither the engine
+    nor the user ever sees it.
     """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepContext:
-    """Who takes part in a step, which rows belong to whom, and who gets a payload.
+    """The requests of a step, their rows, and which of them get a payload.
 
     Attributes
     ----------
@@ -37,14 +37,14 @@ class StepContext:
     scheduled_tokens
         Tokens of the whole step, as the scheduler counts them.
     consumers
-        Positions, ascending, of the requests that get a payload; sparse routing is applied.
+        Positions, in ascending order, of the requests that get a payload, after sparse routing.
     elements
         For each consumer, the index of its element in a per-request list: its position, or under sparse audio routing
-        its place among the requests that have output.
+        its index among the requests that have output.
     is_sparse
         Whether sparse audio routing applies.
     key
-        Equal for steps that put the same rows in the same places.
+        Equal for steps with the same token counts, spans, consumers and elements.
     """
 
     request_ids: tuple[str, ...]
@@ -58,12 +58,12 @@ class StepContext:
 
     @property
     def everyone_consumes(self) -> bool:
-        """Whether no request of the step goes without a payload."""
+        """Whether every request of the step gets a payload."""
         return len(self.consumers) == len(self.request_ids)
 
     @property
     def is_decode(self) -> bool:
-        """Whether it is no more than one token of each request."""
+        """Whether the step has no more scheduled tokens than requests."""
         return self.scheduled_tokens <= len(self.request_ids)
 
 
@@ -82,7 +82,7 @@ def make_step(
     Parameters
     ----------
     request_ids
-        Of the batch, in batch order.
+        Requests of the batch, in batch order.
     num_scheduled_tokens
         Tokens of each request, ``[>= num_requests]``.
     query_start_loc
@@ -92,12 +92,12 @@ def make_step(
     consumer_ids
         Requests that get a payload, a subset of `request_ids` in any order.
     sparse_index, is_sparse
-        What the engine's sparse audio routing says.
+        Results of the engine's sparse audio routing.
 
     Raises
     ------
     NotCovered
-        The metadata is not of these kinds or does not cover every request.
+        The metadata has other types or does not cover every request.
     """
     count = len(request_ids)
     starts = _first(query_start_loc, count, "query_start_loc")
@@ -125,10 +125,10 @@ def make_step(
 
 
 class StepReader:
-    """Asks the engine who gets a payload in a step, and recognises a step that repeats the last one.
+    """Asks the engine which requests get a payload, and recognizes a step that repeats the last one.
 
-    In a decode loop the same requests take one token each, step after step. Such a step gets the `StepContext` of the
-    one before it, without asking again.
+    In a decode loop the same requests take one token each, step after step. Such a step reuses the `StepContext` of
+    the step before it, without asking the engine again.
 
     Parameters
     ----------
@@ -150,24 +150,24 @@ class StepReader:
         query_start_loc: Any,
         multimodal_outputs: Any,
     ) -> StepContext:
-        """Read one step; call it on the main thread, before anything moves on.
+        """Read one step; call it on the main thread, before the engine's state changes.
 
         Parameters
         ----------
         runner
             The engine's runner.
         scheduler_output
-            Of this step.
+            The scheduler's output for this step.
         request_ids, num_scheduled_tokens, query_start_loc
             As for `make_step`.
         multimodal_outputs
-            The payload, still on its device. Only the sparse audio declaration in it is looked at.
+            The payload, still on its device. Only its sparse audio marker is read.
 
         Raises
         ------
         NotCovered
-            The sparse audio marker is out of contract. Some versions read such a marker element by element, which would
-            wait for the device here; the engine's own builder decides about it on host tensors.
+            The sparse audio marker has an unexpected type. Some engine versions read such a marker element by element,
+            which would wait for the device here; the engine's own builder handles it on host tensors.
         """
         tokens = scheduler_output.total_num_scheduled_tokens
         last = self._last
@@ -212,20 +212,20 @@ class StepReader:
 
 
 class _Reading(NamedTuple):
-    """A step that was read, and all that it was read from.
+    """A step that was read, and all the inputs that it was read from.
 
-    Its rows lie one request behind the other, so that where they start follows from how many they are.
+    The rows of its requests follow one another without gaps, so that the counts determine the starts.
     """
 
     request_ids: list[str]
     tokens: int
-    settled: list[bool]  # what the engine had found out for good about every request: whether it consumes
-    counts: bytes  # as they were given
+    settled: list[bool]  # for every request, the engine's final decision whether it gets a payload
+    counts: bytes  # the bytes of `num_scheduled_tokens`
     step: StepContext
 
 
 def _declares_sparse(multimodal_outputs: Any) -> bool:
-    """Whether a payload has anything to say about sparse audio."""
+    """Whether a payload has a sparse audio marker."""
     if not isinstance(multimodal_outputs, dict):
         return False
     meta = multimodal_outputs.get("meta")
@@ -234,7 +234,7 @@ def _declares_sparse(multimodal_outputs: Any) -> bool:
 
 
 def _first(values: Any, count: int, name: str) -> Int64Array:
-    """The first `count` of some host numbers, copied."""
+    """Copy the first `count` of some host numbers."""
     if isinstance(values, torch.Tensor):
         if values.device.type != "cpu":
             raise NotCovered(f"{name} is on {values.device}")

@@ -14,7 +14,7 @@ from spanpack.plan import Route
 
 
 class Pieces(NamedTuple):
-    """Rows that a key takes: of a leaf yet to be named, which several keys may do, or of several leaves."""
+    """Row ranges for one key: of a leaf that is given later, so that keys can share them, or of `leaves`."""
 
     leaves: Int64Array | None  # [num_pieces]
     starts: Int64Array  # [num_pieces]
@@ -23,47 +23,47 @@ class Pieces(NamedTuple):
 
 
 def make_pieces(starts: Int64Array, rows: Int64Array, leaves: Int64Array | None = None) -> Pieces:
-    """Pieces, with what follows from them."""
+    """Create pieces together with the facts derived from them."""
     return Pieces(leaves, starts, rows, PieceFacts.of(starts, rows, leaves))
 
 
 @lru_cache(maxsize=256)
 def whole_copies(rows: int, copies: int) -> Pieces:
-    """All rows of a leaf, so many times."""
+    """Return pieces that take all rows of a leaf, `copies` times."""
     return _shared(np.full(copies, rows, dtype=np.int64), None)
 
 
 @lru_cache(maxsize=256)
 def whole_leaves(leaves: tuple[int, ...], rows: tuple[int, ...]) -> Pieces:
-    """All rows of each of several leaves."""
+    """Return pieces that take all rows of each of several leaves."""
     return _shared(np.array(rows, dtype=np.int64), np.array(leaves, dtype=np.int64))
 
 
 def _shared(rows: Int64Array, leaves: Int64Array | None) -> Pieces:
     starts = np.zeros(len(rows), dtype=np.int64)
     for array in (starts, rows) if leaves is None else (starts, rows, leaves):
-        array.flags.writeable = False  # the plans of many steps hold it
+        array.flags.writeable = False  # the plans of many steps share it
     return make_pieces(starts, rows, leaves)
 
 
 class StepColumns:
-    """The columns of a plan, as few as it takes: splitting one is two torch calls, however many keys share it.
+    """The columns of a plan, as few as possible: splitting one takes two torch calls, however many keys share it.
 
     Parameters
     ----------
     table
-        Of the step's leaves.
+        Table of the step's leaves.
     most_bytes
         Keys share a column up to this size.
 
     Attributes
     ----------
     specs
-        Of each column, in parts: one for each key.
+        Specs of each column, one per key.
     nbytes
-        Of all columns.
+        Size of all columns.
     runs
-        How many the gather copies into them, see `spanpack.segments`.
+        How many runs the gather copies into the columns, see `spanpack.segments`.
     """
 
     def __init__(self, table: LeafTable, most_bytes: int) -> None:
@@ -71,15 +71,15 @@ class StepColumns:
         self.nbytes = self.runs = 0
         self._table = table
         self._most_bytes = most_bytes
-        self._open: dict[LeafKind, tuple[int, int, int]] = {}  # column that takes leaves of a kind, its bytes, pieces
+        self._open: dict[LeafKind, tuple[int, int, int]] = {}  # kind -> current column, its bytes and pieces
 
     def add(self, leaf: int, pieces: Pieces) -> tuple[int, int, int]:
-        """Append pieces of `leaf`, or of the leaves that they name themselves, to the column of its kind.
+        """Append pieces of `leaf`, or of their own `leaves`, to the column of the leaf's kind.
 
         Returns
         -------
         column, first, end
-            Which of the column's pieces they are.
+            The column, and the range of its pieces that were added.
         """
         kind = self._table.kinds[leaf]
         nbytes = pieces.facts.total_rows * self._table.row_bytes[leaf]
@@ -93,7 +93,7 @@ class StepColumns:
         return column, first, end
 
     def add_apart(self, leaf: int, pieces: Pieces) -> int:
-        """Put pieces of `leaf` into a column of their own; returns which."""
+        """Put pieces of `leaf` into a column of their own and return its index."""
         self.specs.append([])
         column = len(self.specs) - 1
         self._append(column, leaf, pieces, pieces.facts.total_rows * self._table.row_bytes[leaf])

@@ -1,6 +1,6 @@
-"""Read and write traces: real steps of an AR stage, as the payload snapshot was given them.
+"""Read traces: recorded steps of an AR stage, with the inputs of their payload snapshots.
 
-A trace named ``PATH`` is two files. ``PATH.json`` holds, for each step, the host metadata and the payload
+A trace named ``PATH`` consists of two files. ``PATH.json`` holds, for each step, the host metadata and the payload
 trees; ``PATH.safetensors`` holds the tensors that the trees name, contiguous, each distinct content once.
 docs/traces.md describes every field. Nothing here needs vLLM or a GPU.
 """
@@ -34,8 +34,8 @@ from omni_runner.trace_checks import (
 
 FORMAT = 1
 _TREE_FIELDS = ("hidden_states", "staged_hidden_states_cpu", "multimodal_outputs")
-# A strided source whose memory block would be this much larger than its data (one row of each of many pages,
-# say) is given back contiguous instead: the recorded offsets are untrusted input.
+# A strided source whose memory block would be this much larger than its data (e.g. one row of each of many
+# pages) is rebuilt as contiguous instead, because the recorded offsets are untrusted input.
 _MAX_BLOCK_FACTOR = 8
 _MAX_BLOCK_SLACK_BYTES = 64 << 20
 _MOST_NAMES = 10
@@ -48,7 +48,7 @@ class TraceStep:
     Attributes
     ----------
     request_ids : tuple of str
-        The batch, in the order of the rows.
+        Requests of the batch, in the order of their rows.
     num_scheduled_tokens : tuple of int
         Rows of each request, same order.
     query_start_loc : tuple of int
@@ -64,11 +64,11 @@ class TraceStep:
     multimodal_outputs : object
         The payload tree of the model: dicts, lists, tuples, tensors and plain values.
     time_s : float
-        Start of the step, seconds after the first.
+        Start of the step, in seconds after the first.
     use_async_omni_output : bool
         Whether the engine took its asynchronous output path.
     elements : tuple of int or None
-        Sparse audio routing only: for each request in `needs_payload`, its place in per-request lists.
+        Sparse audio routing only: for each request in `needs_payload`, its index in per-request lists.
     """
 
     request_ids: tuple[str, ...]
@@ -99,7 +99,7 @@ class Trace:
 
 
 def trace_files(path: str | Path) -> tuple[Path, Path]:
-    """The JSON and the safetensors file of a trace, given its path with or without either suffix."""
+    """Return the JSON and the safetensors file of a trace, given its path with or without either suffix."""
     base = Path(path)
     if base.suffix in (".json", ".safetensors"):
         base = base.with_suffix("")
@@ -109,7 +109,7 @@ def trace_files(path: str | Path) -> tuple[Path, Path]:
 def load_trace(path: str | Path, device: torch.device | str = "cpu") -> Trace:
     """Read a trace and rebuild its payload trees.
 
-    Tensors come back with the strides they were recorded with, views of one memory block as views of one
+    Tensors have the strides they were recorded with, and views of one memory block are again views of one
     block. Contents that occur in several steps share memory: treat them as read-only.
 
     Parameters
@@ -117,13 +117,13 @@ def load_trace(path: str | Path, device: torch.device | str = "cpu") -> Trace:
     path : str or Path
         The trace, with or without the suffix of one of its two files.
     device : torch.device or str
-        Where tensors go that were recorded on an accelerator. Host tensors stay on the host.
+        Device for tensors that were recorded on an accelerator. Host tensors stay on the host.
 
     Raises
     ------
     TraceError
-        A file is missing, unreadable or truncated, has another format, names a tensor that is not there, or holds
-        no steps or one that is malformed or contradicts itself.
+        A file is missing, unreadable or truncated, has another format, names a missing tensor, has no steps, or has
+        a malformed or inconsistent step.
     """
     json_file, tensor_file = trace_files(path)
     if not os.path.exists(json_file):
@@ -139,7 +139,7 @@ def load_trace(path: str | Path, device: torch.device | str = "cpu") -> Trace:
 
 
 def _why_absent(path: Path, json_file: Path) -> str:
-    """What a path names instead of a trace."""
+    """Return what a path names instead of a trace."""
     if os.path.isdir(path):
         names = sorted(file.stem for file in path.glob("*.json") if file.with_suffix(".safetensors").is_file())
         others = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
@@ -179,7 +179,7 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def _blame(where: str) -> Iterator[None]:
-    """Turn what a malformed step can raise into a TraceError that says where it is."""
+    """Convert the exceptions of a malformed step to a TraceError that names its location."""
     try:
         yield
     except TraceError as error:
@@ -252,7 +252,7 @@ class _TreeBuilder:
             block.data_bytes += data_bytes
 
     def build(self, node: Mapping[str, Any]) -> Any:
-        """The value that one JSON node stands for; `_check_node` has seen it."""
+        """Return the value of a JSON node that `check_node` has accepted."""
         if "tensor" in node:
             return self._tensor(node)
         if "dict" in node:
@@ -270,7 +270,7 @@ class _TreeBuilder:
             raise TraceError(f"tensor {node['tensor']!r} is not in {self.tensor_file}") from None
 
     def _is_plain(self, node: Mapping[str, Any]) -> bool:
-        """Contiguous, the only kind of layout that needs no memory block of its own."""
+        """Whether a tensor is contiguous, the only layout that needs no memory block."""
         return "stride" not in node or tuple(node["stride"]) == self._content(node).stride()
 
     def _tensor(self, node: Mapping[str, Any]) -> Tensor:
@@ -280,7 +280,7 @@ class _TreeBuilder:
         if block is None or not block.worth_rebuilding or content.numel() == 0:
             return content.to(device)
         if block.memory is None:
-            # A little longer, so that every dtype divides it.
+            # Rounded up, so that the size of every dtype divides it.
             length_bytes = (block.end_byte - block.first_byte) // 16 * 16 + 16
             block.memory = torch.zeros(length_bytes, dtype=torch.uint8, device=device)
         stride = tuple(node["stride"])
@@ -298,7 +298,7 @@ def _tensor_nodes(node: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _byte_range(node: Mapping[str, Any], content: Tensor) -> tuple[int, int]:
-    """First byte and end of what a recorded tensor covers in its memory block."""
+    """Return the byte range that a recorded tensor covers in its memory block."""
     stride, offset = node["stride"], node["storage_offset"]
     if len(stride) != content.dim() or min([offset, *stride]) < 0:
         raise TraceError(f"tensor {node['tensor']!r} of rank {content.dim()} has stride {stride}, offset {offset}")
@@ -307,7 +307,7 @@ def _byte_range(node: Mapping[str, Any], content: Tensor) -> tuple[int, int]:
 
 
 def _writable(tensor: Tensor, like: tuple[int, ...] | None = None) -> Tensor:
-    """Without the repetitions along expanded dimensions (stride 0), which torch does not let one write to."""
+    """Drop the repetitions along expanded dimensions (stride 0), which torch does not allow writing to."""
     for dim, stride in enumerate(tensor.stride() if like is None else like):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)

@@ -1,4 +1,4 @@
-"""What the fields of a recorded step have to be, see docs/traces.md. A problem is a TraceError that names the field."""
+"""Check the fields of a recorded step (see docs/traces.md); a problem raises a TraceError that names the field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from omni_runner.errors import TraceError
 if TYPE_CHECKING:
     from omni_runner.trace import TraceStep
 
-# Payloads nest three or four deep; walking a tree takes some stack for each level.
+# Payloads nest three or four levels deep; traversing a tree takes some stack for each level.
 _MAX_DEPTH = 32
 _MAX_ROWS = 1 << 31
 _NODE_KINDS = ("tensor", "dict", "list", "tuple", "value", "unsupported")
@@ -23,12 +23,12 @@ _LAYOUT = ("stride", "storage", "storage_offset")
 
 
 def malformed(where: str, given: object, expected: str) -> TraceError:
-    """The error for a field that holds something else than it should."""
+    """Return the error for a field whose value is not as expected."""
     return TraceError(f"{where}: given {reprlib.repr(given)}, expected {expected}")
 
 
 def _items(given: object, where: str, kind: type[Any], what: str) -> list[Any]:
-    """A list whose items are all of one kind, exactly: a bool is no whole number."""
+    """Check that a field is a list of exactly one type: a bool is not a whole number."""
     if not isinstance(given, list):
         raise malformed(where, given, f"a list of {what}s")
     for place, item in enumerate(given):
@@ -38,26 +38,26 @@ def _items(given: object, where: str, kind: type[Any], what: str) -> list[Any]:
 
 
 def whole_numbers(given: object, where: str) -> tuple[int, ...]:
-    """A field that is a list of whole numbers."""
+    """Read a field that must be a list of whole numbers."""
     return tuple(_items(given, where, int, "whole number"))
 
 
 def flag(given: object, where: str) -> bool:
-    """A field that is true or false."""
+    """Read a field that must be true or false."""
     if not isinstance(given, bool):
         raise malformed(where, given, "true or false")
     return given
 
 
 def seconds(given: object, where: str) -> float:
-    """A field that is a finite number."""
+    """Read a field that must be a finite number."""
     if type(given) not in (int, float) or not abs(given) < math.inf:  # type: ignore[arg-type]
         raise malformed(where, given, "a number of seconds")
     return float(given)  # type: ignore[arg-type]
 
 
 def request_ids(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """A field that is a list of texts, none of them twice."""
+    """Read a field that must be a list of distinct strings."""
     ids = _items(raw[name], name, str, "text")
     repeated = next((request for place, request in enumerate(ids) if request in ids[:place]), None)
     if repeated is not None:
@@ -66,7 +66,7 @@ def request_ids(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def check_requests(step: TraceStep) -> None:
-    """What is given per request fits together."""
+    """Check that the per-request fields are consistent."""
     requests = len(step.request_ids)
     if len(step.num_scheduled_tokens) != requests or len(step.query_start_loc) < requests + 1:
         raise TraceError(
@@ -83,7 +83,7 @@ def check_requests(step: TraceStep) -> None:
 
 
 def check_rows(step: TraceStep) -> None:
-    """The counts and start locations fit together, and the hidden rows, if there are any."""
+    """Check that the counts, the start locations and the hidden rows, if any, are consistent."""
     counts, hidden = step.num_scheduled_tokens, step.hidden_states
     if any(count < 0 for count in counts):
         raise TraceError(f"num_scheduled_tokens has the negative count {min(counts)}")
@@ -102,7 +102,7 @@ def check_rows(step: TraceStep) -> None:
 
 
 def check_node(node: Any, where: str, depth: int = 0) -> None:
-    """See that a tree node and those below it have the form that docs/traces.md describes."""
+    """Check that a tree node and those below it have the form that docs/traces.md describes."""
     if depth > _MAX_DEPTH:
         raise TraceError(f"a tree is nested more than {_MAX_DEPTH} deep")
     kind = next((kind for kind in _NODE_KINDS if kind in node), None) if isinstance(node, dict) else None

@@ -1,4 +1,4 @@
-"""Write traces: :class:`TraceWriter` for steps at hand, :class:`StepRecorder` for a running stage."""
+"""Write traces: :class:`TraceWriter` for steps in memory, :class:`StepRecorder` for a running stage."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class TraceWriter:
     Parameters
     ----------
     scrub : bool
-        Replace what the payload says by random values, so that the trace may be shared. Tensors keep shape,
-        dtype, stride and which of them are equal: floats become normally distributed, integers uniform
-        between the smallest and the largest value of their tensor. Request ids are renumbered, other texts
-        become as many ``x``, plain numbers random ones of the same sign and no greater size.
+        Replace the payload's values by random ones, so that the trace may be shared. Tensors keep shape, dtype
+        and stride, and equal ones stay equal: floats become normally distributed, integers uniformly between the
+        smallest and the largest value of their tensor. Request ids are renumbered, other strings become as many
+        ``x``, plain numbers random ones of the same sign and no greater magnitude.
 
     Attributes
     ----------
@@ -47,14 +47,14 @@ class TraceWriter:
         self._steps: list[dict[str, Any]] = []
         self._tensors: dict[str, Tensor] = {}
         self._name_of: dict[bytes, str] = {}  # digest of the original content -> name
-        self._alias_of: dict[str, str] = {}  # request id -> what stands for it in a scrubbed trace
+        self._alias_of: dict[str, str] = {}  # request id -> its replacement in a scrubbed trace
         self._random = torch.Generator().manual_seed(0)
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def add(self, step: TraceStep) -> None:
-        """Copy one step. Reads device tensors on the current stream and waits for them."""
+        """Copy one step, reading device tensors on the current stream and waiting for them."""
         storages: dict[int, int] = {}
         elements = {} if step.elements is None else {"elements": [int(place) for place in step.elements]}
         self._steps.append(
@@ -79,9 +79,9 @@ class TraceWriter:
         Parameters
         ----------
         path : str or Path
-            Where to, without suffix. The folder is made.
+            Path of the trace without suffix. The folder is created.
         about : mapping
-            What to say about the origin: ``stage``, ``model``, versions. Must be JSON.
+            Origin of the trace: ``stage``, ``model``, versions. Must be JSON-serializable.
 
         Raises
         ------
@@ -92,13 +92,13 @@ class TraceWriter:
         steps = [{**step, "time_s": round(step["time_s"] - first_s, 6)} for step in self._steps]
         origin = dict(about)
         if self.scrub and "model" in origin:
-            origin["model"] = Path(str(origin["model"])).name  # without the folders of whoever recorded
+            origin["model"] = Path(str(origin["model"])).name  # without the folders of the recording machine
         origin |= {"scrubbed": self.scrub, "torch": torch.__version__}
         document = {"format": FORMAT, **origin, "steps": steps}
         json_file, tensor_file = trace_files(path)
         try:
             json_file.parent.mkdir(parents=True, exist_ok=True)
-            # The tensors first: a reader that finds the JSON finds them too.
+            # The tensors first, so that a reader that finds the JSON file finds them too.
             save_file(self._tensors, _beside(tensor_file))
             _beside(tensor_file).replace(tensor_file)
             _beside(json_file).write_text(json.dumps(document), encoding="utf-8")
@@ -138,7 +138,7 @@ class TraceWriter:
         }
 
     def _store(self, tensor: Tensor) -> str:
-        """Name of the tensor's copy; equal contents are kept once."""
+        """Store a copy of the tensor, once per content, and return its name."""
         copy = tensor.to("cpu", copy=True).contiguous()
         digest = hashlib.sha256(f"{copy.dtype}{tuple(copy.shape)}".encode())
         if copy.numel():
@@ -158,9 +158,9 @@ class TraceWriter:
         if tensor.is_complex() or tensor.is_floating_point():
             work_dtype = torch.complex64 if tensor.is_complex() else torch.float32
             return torch.randn(shape, dtype=work_dtype, generator=generator).to(tensor.dtype)
-        signed = tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype))  # torch finds no least of the wider unsigned ones
+        signed = tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype))  # torch lacks min() for the wider unsigned dtypes
         low, high = int(signed.min()), int(signed.max())
-        if low >= _LARGEST:  # no room above it to draw from
+        if low >= _LARGEST:  # `randint` needs a bound above `low`
             return tensor
         return (
             torch.randint(low, min(high, _LARGEST - 1) + 1, shape, generator=generator)
@@ -180,9 +180,9 @@ class TraceWriter:
 class StepRecorder:
     """Records the first steps of a running stage.
 
-    The trace is written when `max_steps` steps are there, or by :meth:`close`. Recording copies every tensor
-    to the host and waits for it: recorded steps are slow, the later ones are not. Any call may raise; the
-    caller guards serving against that.
+    The trace is written when `max_steps` steps have been recorded, or by :meth:`close`. Recording copies every
+    tensor to the host and waits for it, so recorded steps are slow; later steps are not. Any call may raise; the
+    caller has to protect serving from that.
 
     Parameters
     ----------
@@ -195,7 +195,7 @@ class StepRecorder:
     scrub : bool
         See :class:`TraceWriter`.
     max_bytes : int
-        Recording ends early when the tensors take more than this.
+        Recording ends early when the tensors reach this size.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class StepRecorder:
 
     @property
     def active(self) -> bool:
-        """Whether further steps are wanted."""
+        """Whether further steps are to be recorded."""
         return self._writer is not None
 
     def record(
@@ -227,7 +227,7 @@ class StepRecorder:
         *,
         include_hidden: bool = True,
     ) -> Path | None:
-        """Keep one step; returns the trace's JSON file if this step completed it."""
+        """Record one step and return the trace's JSON file if this step completed it."""
         if self._writer is None:
             return None
         starts, rows = [int(start) for start in step.starts], [int(count) for count in step.rows]
@@ -250,7 +250,7 @@ class StepRecorder:
         return self.close() if full else None
 
     def close(self) -> Path | None:
-        """Write what was recorded, if anything; a second call does nothing."""
+        """Write the recorded steps, if there are any; a second call does nothing."""
         writer, self._writer = self._writer, None
         if writer is None or not len(writer):
             return None
@@ -268,10 +268,10 @@ def save_trace(path: str | Path, trace: Trace, scrub: bool = False) -> tuple[Pat
 
 @cache
 def _is_storable(dtype: torch.dtype) -> bool:
-    """Whether this version of safetensors has a name for a dtype."""
+    """Whether this version of safetensors supports a dtype."""
     try:
         return load(save({"": torch.empty(0, dtype=dtype)}))[""].dtype is dtype
-    except Exception:  # noqa: BLE001  it says so in several ways
+    except Exception:  # noqa: BLE001  it reports that by several exceptions
         return False
 
 

@@ -1,4 +1,4 @@
-"""``omni-runner tune``: spanpack's tuner, which can be given the recorded steps of a deployment."""
+"""``omni-runner tune``: spanpack's tuner, which can also use the recorded steps of a deployment."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from spanpack import Packer, Plan, Snapshot, tune
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tuner; returns its exit status."""
+    """Run the tuner and return its exit status."""
     return tune.main(argv, read_trace=read_workloads, prog="omni-runner tune")
 
 
 def read_workloads(path: str, device: torch.device) -> list[tune.Workload]:
-    """What packing a trace's steps comes to, the most frequent kind of step first.
+    """Return the workloads of packing a trace's steps, the most frequent kind of step first.
 
     Parameters
     ----------
     path
         The trace.
     device
-        Where its tensors go.
+        Device for its tensors.
 
     Raises
     ------
     TraceError
         The trace can't be read.
     """
-    from omni_runner.replay import replay  # noqa: PLC0415  safetensors, which tuning without a trace does not need
+    from omni_runner.replay import replay  # noqa: PLC0415  imports safetensors, which only traces need
     from omni_runner.trace import load_trace  # noqa: PLC0415
 
     trace = load_trace(path, device)
@@ -52,7 +52,7 @@ def _hold(leaves: Sequence[Tensor]) -> Callable[[torch.device], Sequence[Tensor]
 
 
 class _NotingPacker(Packer):
-    """Remembers every plan that was run, how often, and the leaves of its first run."""
+    """A packer that records every plan that was run, how often, and the leaves of its first run."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

@@ -1,4 +1,4 @@
-"""The table behind `compat`: every name of vllm-omni and vLLM that this package builds on, as data."""
+"""The table for `compat`: every name of vllm-omni and vLLM that this package builds on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORKER = "the worker class"
 
 @dataclass(frozen=True, kw_only=True)
 class UpstreamName:
-    """One name: where it is, and what has to be true of it.
+    """One upstream name: where it is found, and what must hold for it.
 
     Attributes
     ----------
@@ -24,11 +24,11 @@ class UpstreamName:
     seen_in : tuple of str
         The versions that have it.
     required : bool
-        False if `Upstream` has an answer for versions without it.
+        False if `Upstream` can handle versions without it.
     takes : tuple of str
         Parameters that we pass or read.
     uses : tuple of str
-        Names that its code has to mention, because we rely on what it does with them.
+        Names that its code must use, because we rely on what it does with them.
     """
 
     name: str
@@ -49,7 +49,7 @@ SNAPSHOT = "_snapshot_omni_output_tensors_for_async_output"
 BUILDER = "_build_omni_model_runner_output_from_snapshot"
 
 NAMES: tuple[UpstreamName, ...] = (
-    # Methods that we override. Other parameters are passed on as they come.
+    # Methods that we override. Other parameters are passed on unchanged.
     UpstreamName(name="sample_tokens", holder=RUNNER, uses=(EAGER, SNAPSHOT, BUILDER)),
     UpstreamName(
         name=EAGER,
@@ -113,7 +113,7 @@ NAMES: tuple[UpstreamName, ...] = (
     UpstreamName(name="model_runner_cls", holder=WORKER, seen_in=("0.28", "0.30"), required=False),
 )
 
-# What we read on a runner; a class does not show it, so a runner is looked at when it takes its first step.
+# Instance attributes of a runner that we read. The class does not have them, so `check_runner` checks the instance.
 ATTRIBUTES: tuple[str, ...] = (
     "_async_chunk",
     "_downstream_payload_cache",

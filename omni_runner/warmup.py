@@ -1,4 +1,4 @@
-"""What to have ready before the first step, so that no step compiles a kernel or pins memory."""
+"""Preparation before the first step, so that no step compiles a kernel or pins memory."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Any
 
 import spanpack
 
-DECODE_SLABS = 6  # steps in flight, and views of earlier ones that the sender has not let go of
+DECODE_SLABS = 6  # steps in flight, and earlier ones whose views the sender still holds
 PREFILL_SLABS = 2
 SMALLEST_BYTES = 1 << 16
-LARGEST_BYTES = 1 << 26  # device memory is dear: what exceeds this is allocated by the first step that needs it
+LARGEST_BYTES = 1 << 26  # device memory is scarce: a larger slab is allocated by the first step that needs it
 
-# Of a model that yields hidden rows: its own and two captured layers; and as much again that every request gets.
+# For a model that yields hidden rows: its own and two captured layers, and as many leaves for every request.
 _PER_TOKEN_LEAVES = 3
 _PER_REQUEST_LEAVES = 3
 
 
 def warm_up(packer: spanpack.Packer, runner: Any) -> None:
-    """Compile and check the kernel, and reserve slabs for the steps that this runner can be expected to make.
+    """Compile and check the kernel, and reserve slabs for the steps that this runner is expected to run.
 
     Parameters
     ----------
     packer
-        Of the runner.
+        The runner's packer.
     runner
         The engine's runner, with its model loaded.
     """
     packer.warmup()
-    # A runner may lack these attributes: then slabs are allocated as steps need them.
+    # If a runner lacks these attributes, `on_swap` handles the error, and slabs are allocated as steps need them.
     for nbytes, slabs in reservations(
         row_bytes=runner.hidden_size * runner.dtype.itemsize
         if runner._model_omni_pooler_payload_include_hidden()
@@ -40,14 +40,14 @@ def warm_up(packer: spanpack.Packer, runner: Any) -> None:
 
 
 def reservations(*, row_bytes: int, max_requests: int, max_tokens: int) -> Iterator[tuple[int, int]]:
-    """How many slabs of which sizes, smallest first: decode steps of every batch size, then a full prefill.
+    """Yield sizes and numbers of slabs, smallest first: for decode steps of every batch size, then a full prefill.
 
     Parameters
     ----------
     row_bytes
         Size of one hidden row; 0 for a model whose payload has none.
     max_requests, max_tokens
-        Most that the engine puts into one step.
+        The engine's limits for one step.
     """
     decode_bytes = (_PER_TOKEN_LEAVES + _PER_REQUEST_LEAVES) * row_bytes * max_requests
     prefill_bytes = decode_bytes + _PER_TOKEN_LEAVES * row_bytes * max_tokens

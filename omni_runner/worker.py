@@ -1,7 +1,7 @@
 """`PackedGPUARWorker`: the engine's AR worker, with our runner in place of its own.
 
-Serving does not depend on this package: where the runner can't be had, the class is the engine's worker
-with one warning, unless ``OMNI_RUNNER_STRICT=1`` asks to refuse.
+Serving does not depend on this package: if our runner cannot be used, the class acts as the engine's worker and
+logs one warning; with ``OMNI_RUNNER_STRICT=1`` the stage does not start.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _made: dict[type[Any], type[Any]] = {}
 
 
 def packed_worker_cls() -> type[Any]:
-    """`PackedGPUARWorker` over the AR worker of the current platform; always the same class in one process.
+    """Return `PackedGPUARWorker`, derived from the current platform's AR worker; one class per process.
 
     Raises
     ------
     StageRefused
-        Strict mode, and the packed runner can't be used; the message says why.
+        In strict mode, if the packed runner cannot be used; the message says why.
     ImportError
         vllm-omni is not installed.
     """
@@ -49,7 +49,7 @@ def packed_worker_cls() -> type[Any]:
 
 
 def make_worker_cls(stock: type[Any]) -> type[Any]:
-    """Derive `PackedGPUARWorker` from the engine's worker `stock`, without our runner if need be."""
+    """Derive `PackedGPUARWorker` from the engine's worker `stock`, without our runner if it cannot be used."""
     refusal = ""
     namespace: dict[str, Any] = {}
     for warning in warnings_of_variables():
@@ -67,13 +67,13 @@ def make_worker_cls(stock: type[Any]) -> type[Any]:
 
 
 class PackedWorkerMixin(_StockWorker):
-    """The engine's AR worker; where the engine makes its output asynchronously, payloads are packed."""
+    """The engine's AR worker, which packs payloads if the engine makes its output asynchronously."""
 
     _omni_runner_refusal: str  # why this class runs the engine's own runner; "" if it does not
     _omni_runner_global: tuple[dict[str, Any], str, type[Any]] | None = None  # see `_runner_choice`
 
     def init_device(self) -> None:
-        """Set the device up and make the runner."""
+        """Set up the device and create the runner."""
         # A plain vLLM model config has no worker type.
         if getattr(self.model_config, "worker_type", None) == "generation":
             raise StageRefused(
@@ -84,7 +84,7 @@ class PackedWorkerMixin(_StockWorker):
             super().init_device()
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warm up as the engine does, and log which path the stage takes: model and caches are there now."""
+        """Warm up as the engine does, then log which path the stage takes, now that model and caches exist."""
         result = super().compile_or_warm_up_model()
         try:
             _log_path(self)
@@ -96,12 +96,12 @@ class PackedWorkerMixin(_StockWorker):
 
 
 def stage_reasons(worker: Any, *, last_pipeline_rank: bool) -> tuple[str, ...]:
-    """Why a started worker of ours does not take the packed path; empty if it does.
+    """Return why a started worker of ours does not take the packed path; empty if it does.
 
     Raises
     ------
     StageRefused
-        Strict mode, and the runner lacks attributes that packing reads.
+        In strict mode, if the runner lacks attributes that packing reads.
     """
     if worker._omni_runner_refusal:
         return (worker._omni_runner_refusal,)
@@ -123,16 +123,16 @@ def stage_reasons(worker: Any, *, last_pipeline_rank: bool) -> tuple[str, ...]:
 
 
 def _runner_choice(stock: type[Any]) -> dict[str, Any]:
-    """Class attributes that make a subclass of `stock` use our runner; raises what stands in the way.
+    """Return class attributes that make a subclass of `stock` use our runner; raises if that is not possible.
 
-    From 0.28 on the worker instantiates its `model_runner_cls`. Before, its `init_device` names the runner
-    class as a global of its module, which is swapped while it runs.
+    From 0.28 on the worker instantiates its `model_runner_cls`. In earlier versions `init_device` refers to the
+    runner class by a global of its module, which is replaced while `init_device` runs.
     """
-    Settings.from_env()  # unreadable settings count as an obstacle
+    Settings.from_env()  # raises for invalid settings
     platform = platform_name(current_platform())
     if platform not in SUPPORTED_PLATFORMS:
         raise StageRefused(f"platform {platform} is left alone")
-    # Not before the platform is known: they import the engine's runner.
+    # Imported only for a supported platform: these modules import the engine's runner.
     from omni_runner import compat  # noqa: PLC0415
     from omni_runner.runner import PackedGPUARModelRunner  # noqa: PLC0415
 
@@ -152,7 +152,7 @@ def _runner_choice(stock: type[Any]) -> dict[str, Any]:
 
 @contextmanager
 def _swapped(swap: tuple[dict[str, Any], str, type[Any]] | None) -> Iterator[None]:
-    """Give a module global another value for a while."""
+    """Give a module global another value within the context."""
     if swap is None:
         yield
         return
@@ -179,11 +179,11 @@ def _log_path(worker: Any) -> None:
     if pipeline.world_size > 1:
         stage += f", pipeline rank {pipeline.rank_in_group}"
     reasons = stage_reasons(worker, last_pipeline_rank=pipeline.is_last_rank)
-    # Tensor-parallel ranks do the same: one of them says so.
+    # All tensor-parallel ranks take the same path: only the first one logs it at INFO.
     logger.log(logging.INFO if get_tp_group().is_first_rank else logging.DEBUG, "%s", describe(stage, reasons))
 
 
 def _stage(worker: Any) -> str:
-    # A plain vLLM model config has no stage.
+    # A plain vLLM model config has no stage id or name.
     config = worker.model_config
     return f"stage {getattr(config, 'stage_id', '?')} ({getattr(config, 'model_stage', None) or 'unnamed'})"

@@ -1,5 +1,5 @@
-"""The demo: the real engine with the stock runner and with ours, and recorded steps, compared byte for byte.
+"""The demo compares our runner with the stock runner, and packed recorded steps with the reference, byte for byte.
 
-``python -m omni_runner.demo`` runs it. `__main__` says what happens in which order, `engine` is vLLM on the
-CPU with either runner, `serve` one run of it in a process of its own, `payload_log` what a run leaves behind.
+``python -m omni_runner.demo`` runs it. `__main__` is the command, `engine` sets up vLLM on the CPU with either
+runner, `serve` is one run of the engine in its own process, and `payload_log` stores the outputs of a run.
 """

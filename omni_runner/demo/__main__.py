@@ -1,6 +1,6 @@
-"""``python -m omni_runner.demo``: is what the drop-in hands out what the stock runner hands out.
+"""``python -m omni_runner.demo``: check that the drop-in's outputs equal the stock runner's.
 
-Exit status 0: no difference anywhere. 1: a difference, or a run that failed. 2: something is missing here.
+Exit status: 0 no difference anywhere; 1 a difference or a failed run; 2 a required package is missing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib import metadata
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demo; returns the exit status."""
+    """Run the demo and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="omni-runner demo",
         description="Serves prompts with the real engine on the CPU, with the stock runner and with the "
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     print(f"omni-runner demo: {_versions()}\n", flush=True)
     try:
-        from omni_runner.demo import parts  # noqa: PLC0415  needs torch and safetensors; say so if they lack
+        from omni_runner.demo import parts  # noqa: PLC0415  imports torch and safetensors, which may be missing
     except ModuleNotFoundError as error:
         print(f"cannot run the demo: {error.name} is not installed", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Stand-ins for CUDA streams and events: the asynchronous output path on a machine without a GPU.
+"""Stand-ins for CUDA streams and events, to run the asynchronous output path on a machine without a GPU.
 
 The engine's asynchronous output needs nothing from the GPU except the order that streams and events keep. On
 the CPU every operation has ended when its call returns, so objects that do nothing keep the same order.
@@ -13,22 +13,22 @@ import torch
 
 
 class StandInEvent:
-    """An event that has always happened."""
+    """An event that has always completed."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
     def record(self, *_: Any) -> None:
-        """Nothing is under way."""
+        """Do nothing."""
 
     def wait(self, *_: Any) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """Whether it has completed."""
         return True
 
 
@@ -41,13 +41,13 @@ class StandInStream:
         pass
 
     def wait_stream(self, _: Any) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def wait_event(self, _: Any) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 def _current_stream(*_: Any) -> StandInStream:

@@ -1,8 +1,8 @@
 """vLLM on the CPU with the AR runner of vllm-omni, stock or packed. Imports vLLM.
 
-What differs from a deployment, for both runners alike: vLLM's CPU methods come first in the method order, streams and
-events are stand-ins (`cpu_streams`), asynchronous scheduling is on although vLLM switches it off on CPUs, and no
-connector is attached. Steps overlap as on a GPU: the next one runs while the builder thread makes the payloads.
+Both runners differ from a deployment in the same ways: vLLM's CPU methods come first in the method resolution order,
+streams and events are stand-ins (`cpu_streams`), asynchronous scheduling is on although vLLM switches it off on CPUs,
+and no connector is attached. Steps overlap as on a GPU: the next one runs while the builder thread builds the payloads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
 
-# The engine's own settings of a stage whose payload the next stage gets in chunks.
+# Engine settings of a stage that sends its payload to the next stage in chunks.
 _STAGE = {
     "engine_output_type": "latent",
     "async_chunk": True,
@@ -34,7 +34,7 @@ _STAGE = {
 
 
 class DemoMixin:
-    """What both runners need on a CPU, and the taking of notes.
+    """What both runners need on a CPU, and the recording of outputs and timings.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class DemoMixin:
     builder_us : list of float
         CPU time of the thread that built the payloads, per step, in us.
     without_consumer : set of str
-        Requests, by the name they were given, whose payload no stage needs.
+        Names of the requests whose payload no stage needs.
     prefix_rows : int
         Rows that requests took from the prefix cache when they arrived.
     """
@@ -56,7 +56,7 @@ class DemoMixin:
         self.prefix_rows = 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """The CPU loader does not chain to the Omni runner's, which does the rest of this."""
+        """Load the model, then do what the Omni runner's `load_model`, which is not called, would do."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         runner: Any = self
         runner._snapshot_prefix_cache_model_policy(runner.model)
@@ -64,7 +64,7 @@ class DemoMixin:
         runner._resolve_duplex_sampling_hook(force=True)
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
-        """Mark requests as the orchestrator does: the last stage that needs something from this one."""
+        """Mark each request with the last stage that needs its payload, as the orchestrator does."""
         result = super()._update_states(scheduler_output)  # type: ignore[misc]
         buffer: dict[str, dict[str, Any]] = self.model_intermediate_buffer  # type: ignore[attr-defined]
         for request in scheduler_output.scheduled_new_reqs:
@@ -80,7 +80,7 @@ class DemoMixin:
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Note the output at the moment when the engine takes it."""
+        """Sample, and record the output at the moment when the engine takes it."""
         pending = super().sample_tokens(grammar_output)  # type: ignore[misc]
         take = pending.get_output
 
@@ -94,7 +94,7 @@ class DemoMixin:
 
 
 def runner_class(kind: str) -> type[Any]:
-    """The runner class called ``"stock"`` or ``"packed"``."""
+    """Return the demo's runner class for ``"stock"`` or ``"packed"``."""
     base: Any = GPUARModelRunner
     if kind == "packed":
         from omni_runner.runner import PackedGPUARModelRunner  # noqa: PLC0415  not in the stock run
@@ -109,7 +109,7 @@ class StockWorker(CPUWorker):
     runner_kind = "stock"
 
     def init_device(self) -> None:
-        """Make the Omni runner in place of vLLM's."""
+        """Create the Omni runner in place of vLLM's."""
         super().init_device()
         for name, value in _STAGE.items():
             object.__setattr__(self.vllm_config.model_config, name, value)

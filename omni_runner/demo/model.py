@@ -1,4 +1,4 @@
-"""A two-layer model that yields payloads of the shapes that an Omni stage yields. Imports vLLM."""
+"""A two-layer model whose payloads have the shapes of an Omni stage's payloads. Imports vLLM."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _CONFIG = {
 
 
 def write_config(folder: Path) -> None:
-    """Make `folder` a model folder; its weights are dummies that the engine draws itself."""
+    """Write a model config to `folder`; the engine generates dummy weights for it."""
     (folder / "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
 
 
 class DemoModel(Qwen3ForCausalLM):
-    """A tiny Qwen3 whose payload has what a Thinker's and a Talker's have, dtypes mixed."""
+    """A tiny Qwen3 whose payload combines those of a Thinker and a Talker, with mixed dtypes."""
 
     have_multimodal_outputs = True
     use_async_omni_output = True
@@ -54,11 +54,11 @@ class DemoModel(Qwen3ForCausalLM):
         inputs_embeds: Any = None,
         **_: Any,
     ) -> Any:
-        """Hidden rows; what else the Omni runner passes is of no use to this model."""
+        """Return the hidden rows; other arguments that the Omni runner passes are ignored."""
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def make_omni_output(self, hidden: Tensor | OmniOutput, **_: Any) -> OmniOutput:
-        """Hidden rows and the payload made from them.
+        """Return the hidden rows and the payload made from them.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""The two parts of the demo. Each prints what it finds and says whether all was well."""
+"""The two parts of the demo; each prints its results and returns whether it found no difference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from omni_runner.trace import load_trace
 
 
 def engine_part(*, prefix_caching: bool, chunked_prefill: bool) -> bool:
-    """The real engine with both runners; whether they agree. True as well where there is no engine."""
+    """Run the real engine with both runners and return whether they agree; True if there is no engine."""
     reason = missing_engine()
     if reason:
         print(f"The real engine: skipped, {reason}\n", flush=True)
@@ -47,7 +47,7 @@ def engine_part(*, prefix_caching: bool, chunked_prefill: bool) -> bool:
 
 
 def traces_part() -> bool:
-    """The recorded steps; whether the packer gives what the reference gives."""
+    """Pack the recorded steps and return whether the payloads equal the reference."""
     device = default_device()
     with spanpack.Packer(device) as packer:
         how = {"triton": "the Triton kernel", "torch": "the torch backend"}[packer.backend]

@@ -1,4 +1,4 @@
-"""What the engine got from its runner, step by step: collected, written, read back, compared."""
+"""Collect, write, read and compare the outputs that the engine got from its runner, step by step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHANNELS = ("inter_stage_outputs", "multimodal_outputs")
 class PayloadLog:
     """Collects step outputs.
 
-    The last few are held as they are, and only then copied: a payload whose memory is reused too early shows
+    The last few outputs are held and copied only later, so that a payload whose memory is reused too early shows
     up as a difference.
 
     Parameters
@@ -42,7 +42,7 @@ class PayloadLog:
             self._freeze(self._held.popleft())
 
     def save(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """Write ``path.json`` and ``path.safetensors``; `facts` are kept as they are, JSON."""
+        """Write ``path.json`` and ``path.safetensors``; `facts` must be JSON-serializable."""
         while self._held:
             self._freeze(self._held.popleft())
         save_file(self._tensors, path.with_suffix(".safetensors"))
@@ -91,12 +91,12 @@ class Run:
 
     @property
     def requests(self) -> int:
-        """Distinct requests."""
+        """Number of distinct requests."""
         return len({request for step in self.steps for request in step["request_ids"]})
 
     @property
     def payloads(self) -> int:
-        """Payloads handed over: one per step and request that has a consumer."""
+        """Number of payloads: one per step and request that has a consumer."""
         return sum(payload is not None for step in self.steps for payload in step[CHANNELS[0]] or ())
 
     @property
@@ -142,13 +142,13 @@ def compare(stock: Run, packed: Run) -> Comparison:
 
 
 def left_to_engine(packed: Run) -> list[str]:
-    """Steps of the packed run that took the engine's own snapshot: what they yield proves nothing."""
+    """List the steps of the packed run that took the engine's own snapshot: their outputs prove nothing."""
     stock_steps = packed.facts["counters"]["stock"]
     return [f"{count} steps were left to the engine's own snapshot: {reason}" for reason, count in stock_steps.items()]
 
 
 def _places(step: dict[str, Any], channel: str) -> dict[str, str]:
-    """Where one step's channel has what: place -> tensor name, empty for a payload that is None."""
+    """Map each place in one step's channel to its tensor name, empty for a payload that is None."""
     payloads = step[channel]
     if payloads is None:
         return {"no list": ""}

@@ -1,4 +1,4 @@
-"""What the demo prints."""
+"""Format the output of the demo."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_DIFFERENCES = 10
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as aligned lines: the first column to the left, the others to the right."""
+    """Format rows of cells as lines, with the first column left-aligned and the others right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -22,14 +22,14 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def human_bytes(nbytes: int) -> str:
-    """A size in B, KiB or MiB, with three digits or so."""
+    """Format a size in B, KiB or MiB, with about three digits."""
     if nbytes < 2**10:
         return f"{nbytes} B"
     return f"{nbytes / 2**20:.2f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
 
 
 def engine_report(stock: Run, packed: Run, comparison: Comparison) -> str:
-    """The two runs side by side, and the verdict."""
+    """Format the two runs side by side, and the verdict."""
     counted = packed.facts["counters"]
     pack = counted["pack"] or {"packs": 0, "launches": 0, "copies": 0}
     rows = [("", "stock", "packed")]
@@ -70,7 +70,7 @@ def _engine_verdict(comparison: Comparison) -> list[str]:
 
 
 def traces_report(replays: Sequence[tuple[str, Replay]]) -> str:
-    """One line per replayed trace, and what differed."""
+    """Format one line per replayed trace, and the differences."""
     head = ("", "steps", "payloads", "bytes", "packs", "launches", "copies", "direct", "pack call, p50", "verdict")
     rows: list[tuple[str, ...]] = [head]
     differences = []

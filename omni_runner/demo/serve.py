@@ -1,9 +1,8 @@
 """One run of the engine: ``python -m omni_runner.demo.serve stock|packed FILE [options]``.
 
-A process of its own for each runner, since the engine's state is global. Everything that vLLM writes goes to
-standard error. Standard output carries one JSON object per line: ``{"ready": ...}`` when the engine has
-started, whereupon this process waits for a line on standard input, then ``{"done": ...}`` or ``{"error":
-...}``.
+Each runner has its own process, since the engine's state is global. Everything that vLLM writes goes to standard
+error. Standard output carries one JSON object per line: ``{"ready": ...}`` when the engine has started and this
+process waits for a line on standard input, then ``{"done": ...}`` or ``{"error": ...}``.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def requests() -> list[Request]:
     return [
         Request("r0", [*_SHARED_PREFIX, 11, 12, 13], 24, 0),
         Request("r1", [9] * 20, 60, 0, temperature=1.0),
-        Request("r2", [5], 80, 0, consumed=False),  # in the end alone: steps that nobody consumes
+        Request("r2", [5], 80, 0, consumed=False),  # alone in the end: steps without a consumer
         Request("r3", [100 + i for i in range(100)], 30, 4),
         Request("r4", [21, 22, 23, 24], 8, 4),
         Request("r5", [*_SHARED_PREFIX, 31], 32, 12),
@@ -58,8 +57,8 @@ def requests() -> list[Request]:
 
 
 def start_engine(kind: str, model_folder: str, *, prefix_caching: bool, chunked_prefill: bool) -> Any:
-    """vLLM with one of the two workers, started."""
-    # All of this only now: importing the engine takes seconds and reads the environment.
+    """Start vLLM with one of the two workers."""
+    # Imported late: importing the engine takes seconds and reads the environment.
     import vllm_omni  # noqa: F401, PLC0415  patches vLLM
     from vllm import LLM, ModelRegistry  # noqa: PLC0415
 
@@ -80,7 +79,7 @@ def start_engine(kind: str, model_folder: str, *, prefix_caching: bool, chunked_
         seed=0,
         max_model_len=256,
         max_num_seqs=len(requests()),
-        # Room for every prompt at once, or so little that most prompts take several steps.
+        # Enough tokens for every prompt at once, or so few that most prompts take several steps.
         max_num_batched_tokens=24 if chunked_prefill else 256,
         enable_prefix_caching=prefix_caching,
         block_size=_KV_BLOCK_ROWS,
@@ -90,7 +89,7 @@ def start_engine(kind: str, model_folder: str, *, prefix_caching: bool, chunked_
 
 
 def serve(llm: Any) -> None:
-    """Run all requests through the engine, each from the step at which it arrives."""
+    """Run all requests through the engine, adding each at the step at which it arrives."""
     from vllm import SamplingParams  # noqa: PLC0415
 
     engine, waiting, step = llm.llm_engine, requests(), 0
@@ -109,12 +108,12 @@ def serve(llm: Any) -> None:
 
 
 def counters(runner: Any) -> dict[str, Any]:
-    """What the packed runner counted, as JSON; empty for the stock runner."""
+    """Return the packed runner's counters, for JSON; empty for the stock runner."""
     return dataclasses.asdict(runner.omni_runner_stats()) if hasattr(runner, "omni_runner_stats") else {}
 
 
 def run(args: argparse.Namespace, channel: TextIO) -> dict[str, Any]:
-    """The whole run; returns what to report."""
+    """Execute the whole run and return what to report."""
     with tempfile.TemporaryDirectory(prefix="omni-runner-demo-model-") as folder:
         llm = start_engine(args.kind, folder, prefix_caching=args.prefix_caching, chunked_prefill=args.chunked_prefill)
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
@@ -129,7 +128,7 @@ def run(args: argparse.Namespace, channel: TextIO) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line of one run."""
+    """Run the command line of one run."""
     parser = argparse.ArgumentParser(prog="python -m omni_runner.demo.serve", description=__doc__)
     parser.add_argument("kind", choices=("stock", "packed"))
     parser.add_argument("file", type=Path, help="where to leave the payloads, without suffix")

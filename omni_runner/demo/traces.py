@@ -9,5 +9,5 @@ _STAGES = ("thinker", "talker", "tts", "tts_v2")
 
 
 def shipped_traces() -> list[Path]:
-    """Paths of the shipped traces, for `omni_runner.trace.load_trace`; see README.md beside them."""
+    """Return the paths of the shipped traces, for `omni_runner.trace.load_trace`; see README.md beside them."""
     return [_FOLDER / stage for stage in _STAGES]
