@@ -1,16 +1,16 @@
-# `make demo` and `make test` are all the set-up there is: each creates .venv once (see scripts/setup_env.py).
-# PYTHON=/path/to/python uses that environment as it is instead; what it lacks is skipped, with reasons.
-# ARGS=... goes to the program that is run: make test ARGS="tests/pack -x"
+# `make demo` and `make test` need no separate set-up: each creates .venv once (see scripts/setup_env.py).
+# PYTHON=/path/to/python uses that environment unchanged instead; what needs a missing package is skipped, with reasons.
+# ARGS=... is passed to the program that is run: make test ARGS="tests/pack -x"
 
 PYTHON ?=
 ARGS ?=
-# What runs the set-up script. Asked, not looked up: a shim may have the name without the version.
+# Runs the set-up script. Candidates are run to get their version: a shim may have the name without the version.
 ANY_PYTHON = $(or $(shell for name in python3.11 python3; do \
 	$$name -c 'import sys; assert sys.version_info >= (3, 8)' 2>/dev/null && echo $$name && break; done), \
 	$(error no Python 3.8 or newer on PATH))
 
 ifeq ($(PYTHON),)
-# A PYTHONPATH of the caller's would shadow pinned packages.
+# The caller's PYTHONPATH could shadow pinned packages.
 RUN := env -u PYTHONPATH -u PYTHONHOME .venv/bin/python
 setup = $(ANY_PYTHON) scripts/setup_env.py
 else

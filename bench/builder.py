@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Compare what building a step's output costs, stock against ours: `python bench/builder.py`. No GPU needed.
+"""Compare the cost of building a step's output, stock against ours: `python bench/builder.py`. Needs no GPU.
 
-Each sample is one call of the whole `_build_omni_model_runner_output_from_snapshot` on a snapshot of its own; stock and
-ours take turns in blocks of calls. `alone`: nothing else runs. `beside a sender`: another thread serializes payloads
-with the engine's own serializer, as the connector's sender does, so that every torch call has to fight for the GIL.
+Each sample is one whole call of `_build_omni_model_runner_output_from_snapshot` on a snapshot of its own; stock and
+ours alternate in blocks of calls. In rows marked `alone`, nothing else runs. In rows marked `beside a sender`, another
+thread serializes payloads with the engine's serializer, as the connector's sender does, and competes for the GIL.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-if __name__ == "__main__":  # from a checkout, without installing
+if __name__ == "__main__":  # run from a checkout, without installation
     sys.path[0:1] = [str(REPOSITORY), str(REPOSITORY / "kernels")]
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when the engine is imported
 
@@ -41,7 +41,7 @@ from omni_runner.difference import difference  # noqa: E402
 from omni_runner.runner import make_runner_cls, path_of  # noqa: E402
 
 REQUESTS = (1, 8, 64, 256)
-BLOCK = 10  # calls of one provider in a row
+BLOCK = 10  # consecutive calls of one provider
 TARGET_REQUESTS = 64
 TARGETS = {"alone": {"thinker": 5.0, "talker": 6.0, "tts": 5.0}, "beside a sender": dict.fromkeys(("thinker",), 8.0)}
 STOCK, OURS = "stock", "ours"
@@ -92,7 +92,7 @@ def _measure(workload: Workload, requests: int, beside: str, calls: int) -> list
     blocks = max(calls * TARGET_REQUESTS // max(requests, TARGET_REQUESTS) // BLOCK, 3)
     sender = nullcontext() if beside == "alone" else _sender(outputs[STOCK].inter_stage_outputs)
     gc.collect()
-    gc.freeze()  # as vLLM does after start-up; what is allocated from here on is still collected
+    gc.freeze()  # as vLLM does after start-up; objects allocated from here on are still collected
     with sender:
         for _ in range(1 + blocks):
             for name, runner in runners.items():
@@ -104,14 +104,14 @@ def _measure(workload: Workload, requests: int, beside: str, calls: int) -> list
 
 
 def _snapshot(runner: Any, step: StepInput, hidden: Any, payload: Any) -> dict[str, Any]:
-    """The arguments of a builder whose payload has landed."""
+    """Take a snapshot and wait for its payload; returns the builder's arguments."""
     snapshot, call = take_snapshot(runner, step, hidden, payload)
     snapshot.async_payload.wait()
     return call
 
 
 def _build(runner: Any, call: dict[str, Any]) -> tuple[Any, int, int]:
-    """The output of one step, and how many ns of CPU and of wall time its builder took."""
+    """Build the output of one step; returns it and the CPU and wall time of the builder in nanoseconds."""
     wall_ns, cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
     output = runner._build_omni_model_runner_output_from_snapshot(**call)
     return output, time.thread_time_ns() - cpu_ns, time.perf_counter_ns() - wall_ns
@@ -119,7 +119,7 @@ def _build(runner: Any, call: dict[str, Any]) -> tuple[Any, int, int]:
 
 @contextmanager
 def _sender(payloads: list[Any]) -> Iterator[None]:
-    """A thread that serializes payloads one after another, as long as the block runs."""
+    """Run a thread that serializes payloads one after another until the `with` block ends."""
     from vllm_omni.distributed.omni_connectors.utils.serialization import OmniSerializer  # noqa: PLC0415  the engine's
 
     stop = threading.Event()
@@ -166,7 +166,7 @@ def _line(rows: list[dict[str, Any]]) -> str:
 
 
 def _ratio(rows: list[dict[str, Any]], workload: str, beside: str) -> float:
-    """Stock over ours at 64 requests, or at the most that was measured: CPU time alone, wall time beside a sender."""
+    """Stock over ours at 64 requests, or at the most measured: CPU time if `alone`, wall time beside a sender."""
     measure = "cpu_us" if beside == "alone" else "wall_us"
     of_workload = [row for row in rows if row["workload"] == workload and row["beside"] == beside]
     counts = {row["requests"] for row in of_workload}

@@ -1,4 +1,4 @@
-"""What every program checks before it does any work; what can't be used is one line and exit status 2."""
+"""Checks of the arguments before a program does any work; an error is one line and exit status 2."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any, NoReturn
 
 
 class UsageError(Exception):
-    """Something that was given can't be used; the message says what was expected instead."""
+    """A given argument or file can't be used; the message says what was expected instead."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses in one line: the usage of these programs is longer than what is wrong."""
+    """Reports an error in one line, without the usage text, which is longer."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def positive(text: str) -> float:
-    """A number greater than 0, as the type of an option."""
+    """Parse an option's value: a finite number greater than 0."""
     try:
         number = float(text)
     except ValueError:
@@ -34,7 +34,7 @@ def positive(text: str) -> float:
 
 
 def positive_whole(text: str) -> int:
-    """A whole number greater than 0, as the type of an option."""
+    """Parse an option's value: a whole number greater than 0."""
     try:
         number = int(text)
     except ValueError:
@@ -45,12 +45,12 @@ def positive_whole(text: str) -> int:
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Make a folder for results if there is none yet.
+    """Create a folder for results if it does not exist, and check that it is writable.
 
     Raises
     ------
     UsageError
-        Nothing can be written to it.
+        It is a file, or nothing can be written to it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,12 +62,12 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def check_file(option: str, file: Path) -> None:
-    """Make the folder of a file that will be written.
+    """Create the folder of a file, and check that the file can be written.
 
     Raises
     ------
     UsageError
-        It can't be written there.
+        The folder is not writable, or `file` is a folder.
     """
     check_folder(option, file.parent)
     if file.is_dir():
@@ -75,19 +75,19 @@ def check_file(option: str, file: Path) -> None:
 
 
 def read_result(file: Path, bench: str, fields: Collection[str]) -> dict[str, Any]:
-    """What a benchmark wrote.
+    """Read the results that a benchmark wrote.
 
     Parameters
     ----------
     bench
-        Which benchmark, as its results say in their field ``bench``.
+        Name of the benchmark, as in the field ``bench`` of its results.
     fields
-        Others that must be there.
+        Other fields that the results must have.
 
     Raises
     ------
     UsageError
-        The file can't be read, or is something else.
+        The file can't be read, or does not hold complete results of this benchmark.
     """
     try:
         result = json.loads(file.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What was measured."""
+"""The commit that was measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def commit_of(repository: Path) -> str | None:
-    """The commit that is checked out, with a plus sign if files differ from it; None outside a git checkout."""
+    """The checked-out commit, followed by a plus sign if files differ from it; None outside a git checkout."""
 
     def git(*arguments: str) -> str | None:
         try:

@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-_STARTED = time.perf_counter()  # imports are part of what `--total` limits
+_STARTED = time.perf_counter()  # the time limit `--total` includes the imports
 REPOSITORY = Path(__file__).resolve().parent.parent
-if __name__ == "__main__":  # from a checkout, without installing; bench/ itself holds no top-level modules
+if __name__ == "__main__":  # run from a checkout, without installation; bench/ itself holds no top-level modules
     sys.path[0:1] = [str(REPOSITORY), str(REPOSITORY / "kernels")]
 
 import numpy as np  # noqa: E402
@@ -61,7 +61,7 @@ PROVIDERS: dict[str, type[Provider]] = {
     )
 }
 _STOCK = (StockV1, StockV2)
-# Of the time in total; the others get 1. Fewest calls, pinning and checking take that much longer here.
+# Relative shares of the total time, by default 1: here pinning, checking and the fewest calls take that much longer.
 _SHARES = {"thinker_prefill_32k": 2.0}
 
 
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, done: list[str]) -> int:
-    """Measure; a scenario whose results are written is added to `done`. Returns the exit status."""
+    """Measure all scenarios, adding each to `done` once its results are written; returns the exit status."""
     machine = open_machine(options.device)
     document = _document(options, machine)
     compilations = CompileCounter()
@@ -107,7 +107,7 @@ def _run(options: argparse.Namespace, done: list[str]) -> int:
 
 
 def _draw(document: results.Document, file: Path) -> str:
-    """Draw the chart beside the results; returns where it is, or why there is none."""
+    """Draw the chart beside the results; returns its path, or the reason why there is none."""
     if importlib.util.find_spec("matplotlib") is None:
         return "no chart: it needs matplotlib (requirements/bench.txt); snapshot_report.py --chart draws it later"
     chart.draw(document, file)
@@ -116,7 +116,7 @@ def _draw(document: results.Document, file: Path) -> str:
 
 @dataclass
 class _Clock:
-    """How long one scenario may take, and where its time went."""
+    """The time that one scenario may take, and how it was spent."""
 
     allowed_s: float
     started: float
@@ -125,7 +125,7 @@ class _Clock:
 
     @classmethod
     def start(cls, options: argparse.Namespace, share: float) -> _Clock:
-        """A scenario gets what was asked for, or its share of what is left in total, if that is less."""
+        """Start a scenario, which may take `--seconds`, or its share of what is left of `--total` if that is less."""
         now = time.perf_counter()
         allowed_s = options.seconds
         if options.total is not None:
@@ -133,7 +133,7 @@ class _Clock:
         return cls(allowed_s, now)
 
     def begin_measuring(self) -> float:
-        """Seconds left for the measured part."""
+        """End the set-up; returns the seconds left for measuring."""
         self.set_up_s = time.perf_counter() - self.started
         return self.allowed_s - self.set_up_s
 
@@ -141,7 +141,7 @@ class _Clock:
         self.measured_s = time.perf_counter() - self.started - self.set_up_s
 
     def seconds(self) -> dict[str, float]:
-        """For the results: making the step and the providers with all checks, measuring, and everything."""
+        """Seconds for the results: set-up (the step, the providers and all checks), measuring, and in total."""
         total_s = time.perf_counter() - self.started
         return {"set_up": round(self.set_up_s, 2), "measured": round(self.measured_s, 2), "total": round(total_s, 2)}
 
@@ -197,7 +197,7 @@ def _choice(parser: argparse.ArgumentParser, given: str, known: Sequence[str] | 
 
 
 def _traces(paths: Sequence[Path]) -> dict[str, Path]:
-    """Recorded traces by the names of their scenarios. Each is read as a check, and again when its turn comes."""
+    """Paths of recorded traces by scenario name. Each is read here as a check, and again when it is measured."""
     found: dict[str, Path] = {}
     for path in paths:
         try:
@@ -246,7 +246,7 @@ def _document(options: argparse.Namespace, machine: Machine) -> dict[str, Any]:
 
 
 def _scenarios(options: argparse.Namespace, machine: Machine) -> dict[str, Callable[[], Scenario]]:
-    """What makes each scenario, by its name."""
+    """A function that makes each scenario, by scenario name."""
     made: dict[str, Callable[[], Scenario]] = {
         name: partial(make_scenario, name, machine.device) for name in options.scenarios
     }
@@ -280,9 +280,9 @@ def _measure(
                 notes[name] = f"error: {type(failure).__name__}: {failure}"
                 print(f"{scenario.name}, {name}: {notes[name]}", flush=True)
         able = [provider for provider in providers if provider.name in checked]
-        gc.collect(1)  # what the checks have left; all else was collected before this scenario
+        gc.collect(1)  # garbage of the checks; older garbage was collected before this scenario
         machine.release_cached()
-        gc.freeze()  # as the engine does once it is up
+        gc.freeze()  # as the engine does after start-up
         bench = Bench(machine, scenario, able, compilations)
         bench.run(Budget(options.calls, clock.begin_measuring()))
         clock.end_measuring()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tables and the chart of results of bench/snapshot.py; needs no GPU. Several files are merged: one run in parts."""
+"""Print tables and draw the chart of bench/snapshot.py's results, without a GPU. Merges files as parts of one run."""
 
 from __future__ import annotations
 

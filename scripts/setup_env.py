@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Set up the project's own environment in .venv, or look at one that the user brings.
+"""Set up the project's own environment in .venv, or check an environment that the user provides.
 
-    python3 scripts/setup_env.py                          # create .venv; nothing to do the second time
+    python3 scripts/setup_env.py                          # create .venv; does nothing if it is up to date
     python3 scripts/setup_env.py --check PYTHON pytest    # is PYTHON usable, and does it have these modules?
 
-Any Python 3.8 runs this script; .venv itself is made with Python 3.11, which the pinned wheels are for.
-What is installed stands in requirements/. Everything pip says goes to .venv/setup.log; what goes wrong is one
-line on stderr and exit status 1. pip's own configuration (pip.conf, PIP_* variables) is respected.
+Python 3.8 or newer runs this script; .venv is made with Python 3.11, for which the wheels are pinned.
+The installed packages are listed in requirements/. pip's output goes to .venv/setup.log; an error is reported in
+one line on stderr, with exit status 1. pip's own configuration (pip.conf, PIP_* variables) is respected.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class SetupError(Exception):
 class Environment:
     """The managed environment in `root`/.venv.
 
-    The log is the first file written into the folder and the stamp the last: a folder with a log is ours, and
-    a folder without a stamp is the rest of an interrupted set-up, which is built again from scratch.
+    The log is the first file written into the folder and the stamp the last. A folder with a log was therefore made
+    by this script; one without a stamp is left from an interrupted set-up and is built again from scratch.
     """
 
     def __init__(self, root: Path) -> None:
@@ -49,7 +49,7 @@ class Environment:
         self.stamp = self.folder / "setup.json"
 
     def wanted(self) -> dict[str, str]:
-        """What a finished set-up of this checkout leaves; an environment can't be moved, hence the path."""
+        """The stamp of a finished set-up of this checkout; includes the path, as an environment can't be moved."""
         return {
             "requirements": self._digest(REQUIREMENTS),
             "project": self._digest(PROJECT),
@@ -57,19 +57,19 @@ class Environment:
         }
 
     def found(self) -> dict[str, str]:
-        """What the last finished set-up left; nothing when the Python under .venv is gone since."""
+        """The stamp of the last finished set-up; empty if it is missing or the Python in .venv no longer exists."""
         try:
             return dict(json.loads(self.stamp.read_text())) if self.python.exists() else {}
         except (OSError, ValueError):
             return {}
 
     def set_up(self) -> None:
-        """Bring .venv to what this checkout wants."""
+        """Bring .venv up to date with this checkout."""
         if self.found() == self.wanted():
             return
         with _locked(self.root / ".venv.lock") as lock:
             wanted, found = self.wanted(), self.found()
-            if found == wanted:  # somebody else has just done it
+            if found == wanted:  # another process has just done it
                 return
             if {**found, "project": ""} != {**wanted, "project": ""}:
                 self._create(find_python(), lock)
@@ -94,7 +94,7 @@ class Environment:
     def _install_requirements(self, lock: int) -> None:
         print("setup: installing the pinned packages into .venv, once: about a minute, 2.3 GB", file=sys.stderr)
         files = [argument for name in REQUIREMENTS for argument in ("-r", str(self.root / name))]
-        # Wheels only: no download can run code or need a compiler. Not compiled ahead: most modules of the
+        # Wheels only: no download can run code or need a compiler. No bytecode in advance: most modules of the
         # engine are never imported, and compiling them takes longer than everything else.
         options = ["--no-deps", "--no-compile", "--only-binary=:all:"]
         self._run([*self._pip(), *options, *files], "could not install the pinned packages", lock)
@@ -107,8 +107,8 @@ class Environment:
         return [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
 
     def _run(self, command: Sequence[str], failure: str, lock: int) -> None:
-        # PYTHONPATH would make pip take the packages on it for installed ones. The lock goes to the child as
-        # well, so that a pip that outlives this process keeps others out.
+        # With PYTHONPATH set, pip would regard the packages on it as installed. The child inherits the lock, so
+        # that a pip that outlives this process still keeps other set-ups out.
         env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         with self.log.open("a+", errors="replace") as log:
             start = log.tell()
@@ -126,7 +126,7 @@ class Environment:
 
 
 def _reason(said: str) -> str:
-    """What pip's output says about a failure, in one line; empty when it says nothing."""
+    """The reason for a failure according to pip's output, in one line; empty if it gives none."""
     if "connection broken by" in said:
         return "no connection to the package index"
     errors = [line for line in said.splitlines() if line.lower().startswith("error: ")]
@@ -149,7 +149,7 @@ def _locked(path: Path) -> Iterator[int]:
 
 
 def require_platform() -> None:
-    """Raise SetupError where the pinned wheels can't be installed."""
+    """Raise SetupError if the pinned wheels can't be installed on this platform."""
     try:
         libc = os.confstr("CS_GNU_LIBC_VERSION") or ""  # "glibc 2.36"
         glibc = tuple(int(part) for part in libc.split()[1].split("."))
@@ -163,7 +163,7 @@ def require_platform() -> None:
 
 
 def find_python() -> str:
-    """The first Python 3.11 on PATH that can make virtual environments; never one that is inside of one."""
+    """The first Python 3.11 on PATH that can make virtual environments; its base Python if it is in one itself."""
     query = "import sys; print(getattr(sys, '_base_executable', sys.executable)); import ensurepip, venv"
     seen = []
     for name in ("python3.11", "python3", "python"):

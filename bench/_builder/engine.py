@@ -1,4 +1,4 @@
-"""The engine's AR runner without a model, a device or its `__init__`, and one step of it."""
+"""The engine's AR runner, made without a model, a device or its `__init__`, and one step of this runner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Stage:
-    """How a stage is configured, as far as its payloads depend on it."""
+    """The settings of a stage that its payloads depend on."""
 
     output_type: str | None = "latent"
     async_chunk: bool = True
@@ -23,7 +23,7 @@ class Stage:
 
 
 def make_runner(cls: type[Any], stage: Stage) -> Any:
-    """A runner of the engine's class, or of one derived from it, with what its snapshot and its builder read."""
+    """Make a runner of the engine's class or a subclass, with the attributes that its snapshot and builder read."""
     connector = {"name": "SharedMemoryConnector", "extra": {"role": "sender"}} if stage.sender else None
     config = SimpleNamespace(
         engine_output_type=stage.output_type,
@@ -57,18 +57,18 @@ def make_runner(cls: type[Any], stage: Stage) -> Any:
 
 @dataclass(frozen=True)
 class StepInput:
-    """What the model and the scheduler hand over in one step.
+    """The inputs of one step from the model and the scheduler.
 
     Attributes
     ----------
     request_ids
-        In batch order.
+        Request ids in batch order.
     scheduled
-        Tokens of each request.
+        Number of scheduled tokens of each request.
     scheduled_total
-        What the scheduler says their sum is.
+        Their sum as reported by the scheduler.
     final_stages
-        Each request's last stage, 0 for one whose payload nobody wants, None where it is not known yet.
+        Last stage of each request: 0 if nobody wants its payload, None if it is not known yet.
     """
 
     request_ids: tuple[str, ...]
@@ -78,14 +78,15 @@ class StepInput:
 
 
 def take_snapshot(runner: Any, step: StepInput, hidden: Tensor, payload: Any) -> tuple[Any, dict[str, Any]]:
-    """The first half of a step, in the order of `sample_tokens`.
+    """Run the first half of a step, in the order of `sample_tokens`.
 
     Returns
     -------
     snapshot
-        The engine's, or what ours hands out in its place.
+        The engine's snapshot, or the object that our runner returns instead.
     arguments
-        Of ``_build_omni_model_runner_output_from_snapshot``, to be called after ``snapshot.async_payload.wait()``.
+        Arguments for ``_build_omni_model_runner_output_from_snapshot``, to be called after
+        ``snapshot.async_payload.wait()``.
     """
     runner.model_intermediate_buffer = {
         request: {} if stage is None else {"omni_final_stage_id": stage}

@@ -1,4 +1,4 @@
-"""What the stages of Qwen3-Omni and Qwen3-TTS yield in a decode step, in their released sizes."""
+"""Outputs of a decode step of the Qwen3-Omni and Qwen3-TTS stages, in the sizes of the released models."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ THINKER_WIDTH, TALKER_WIDTH, TTS_WIDTH, CODEBOOKS = 2048, 1024, 2048, 16
 
 @dataclass(frozen=True)
 class Workload:
-    """One stage: how it is configured, and what it yields for so many requests."""
+    """One stage: its settings, and a function that makes its output for a number of requests."""
 
     name: str
     stage: Stage
     make: Callable[[int], tuple[Tensor, dict[str, Any]]]
 
     def step(self, requests: int) -> StepInput:
-        """Every request decodes one token, and the next stage wants its payload."""
+        """Make a step in which every request decodes one token and the next stage wants its payload."""
         return StepInput(
             request_ids=tuple(f"request-{i}" for i in range(requests)),
             scheduled=(1,) * requests,

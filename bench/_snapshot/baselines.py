@@ -1,8 +1,8 @@
-"""What one could do instead with torch or the CUDA runtime, and the ceilings.
+"""Baselines that use only torch or the CUDA runtime, and ceilings.
 
-The three baselines bring every tensor over whole, once, into one buffer: `torch.cat`, `torch._foreach_copy_` and
-`cudaMemcpyBatchAsync` know nothing of requests. All that need not happen in a step is prepared: buffers, events,
-streams. Their hand-over is ours, a queue of a thread that waits; they make no per-request payloads.
+The three baselines copy every tensor once, as a whole, into one buffer: `torch.cat`, `torch._foreach_copy_` and
+`cudaMemcpyBatchAsync` know nothing of requests. Buffers, events and streams are prepared before the steps. The
+hand-over is the same as ours, the queue of a waiting thread; the baselines make no per-request payloads.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from bench._snapshot.scenarios import Scenario, tensors_of
 from omni_runner.builder_thread import BuilderThread
 from omni_runner.trace import TraceStep
 
-_SLOTS = 2  # a step is waited for before the next: one would do, but would be warm in the device's cache
-_LARGE_BYTES = 64 << 20  # past any cache; pinning as much takes 50 ms
+_SLOTS = 2  # steps do not overlap, so one slot would do, but it would stay in the device's cache
+_LARGE_BYTES = 64 << 20  # larger than any cache; pinning this much takes 50 ms
 _ALIGNMENT_BYTES = 16
 
 
 class _NoEvent:
-    """For the CPU, where a copy is over when it returns."""
+    """Replaces an event on the CPU, where a copy is complete when the call returns."""
 
     def record(self, stream: torch.cuda.Stream | None) -> None:
         pass
@@ -49,7 +49,7 @@ class _Slot:
 
 
 class _OneBuffer(Provider):
-    """Gathers into one device buffer on the producing stream, then one copy on the copy stream."""
+    """Gathers into one device buffer on the producing stream, then makes one copy to the host on the copy stream."""
 
     builds = False
 
@@ -78,7 +78,7 @@ class _OneBuffer(Provider):
         return [leaf for leaf in leaves if leaf.device == self.machine.device]
 
     def _place(self, sizes: Sequence[int]) -> list[int]:
-        """Byte offset of each leaf."""
+        """Byte offset of each leaf, followed by the total size in bytes."""
         offsets = [0]
         for size in sizes:
             offsets.append(offsets[-1] + -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
@@ -148,7 +148,7 @@ class TorchCat(_OneBuffer):
 class ForeachCopy(_OneBuffer):
     """`torch._foreach_copy_` of byte views into prepared views of one buffer.
 
-    Of the tensors as they are it is not exact: its bf16 kernel turns signaling NaNs into quiet ones.
+    Without byte views the copy is not exact: the bf16 kernel turns signaling NaNs into quiet ones.
     """
 
     name = "foreach_copy"
@@ -178,7 +178,7 @@ def _load_runtime() -> Any:
 
 
 class _RawCopies(_OneBuffer):
-    """With runtime calls in place of torch's copies and stream contexts."""
+    """Uses CUDA runtime calls instead of torch's copies and stream contexts."""
 
     def __init__(self, machine: Machine, scenario: Scenario) -> None:
         if machine.compute is None or machine.copy_stream is None:
@@ -244,7 +244,7 @@ def _all_in_one(self: _OneBuffer, scenario: Scenario) -> list[int]:
 
 
 class OneCopy(_RawCopies):
-    """A ceiling: the payload's bytes, in one device buffer already, in one copy. Gathers and hands over nothing."""
+    """A ceiling: one copy to the host of as many bytes as the payload has. Gathers and hands over nothing."""
 
     name = "one_copy"
     owns_bytes = False

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench._snapshot.results import Document
 
-# Fixed, so that a provider has its colour in every chart. Ours stands out, ceilings are pale.
+# Fixed, so that a provider has the same colour in every chart. Ours stands out; ceilings are pale.
 _LOOKS = {
     "ours": ("#d1495b", "ours"),
     "stock_v1": ("#30638e", "stock vllm-omni, V1"),
@@ -37,22 +37,22 @@ _ORDER = (
     "tts_decode_64",
     "few_leaves",
     "many_leaves",
-)  # traces come behind
+)  # traces follow
 _LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.4}
 _WIDTH_IN, _PANEL_IN = 12.0, 3.4
-_BARS_WIDTH = 0.84  # of all bars of a scenario together
+_BARS_WIDTH = 0.84  # total width of the bars of a scenario
 
 
 def draw(document: Document, file: Path) -> None:
     """Draw the chart; the file's suffix decides the format.
 
-    Bars are medians on a logarithmic axis, the thin line goes up to p99.9 or the edge of the chart. A dot is the median
-    of calls in quick succession, where that was measured.
+    Bars are medians on a logarithmic axis; a thin line extends to p99.9 or the edge of the chart. A dot is the median
+    of calls in quick succession, if measured.
     """
     import matplotlib  # noqa: PLC0415  only charts need it
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "omni-runner"  # the same data, the same file
+    matplotlib.rcParams["svg.hashsalt"] = "omni-runner"  # the same data always gives the same file
     from matplotlib import pyplot  # noqa: PLC0415
 
     figure, axes = pyplot.subplots(len(_PANELS), 1, figsize=(_WIDTH_IN, _PANEL_IN * len(_PANELS)), layout="constrained")
@@ -80,7 +80,7 @@ def _scenarios(document: Document) -> list[str]:
 def _placed(
     document: Document, measure: str, providers: tuple[str, ...], provider: str
 ) -> tuple[list[float], list[dict[str, float]]]:
-    """Where a provider's bars stand, and the figures of each."""
+    """The x positions of a provider's bars, and the figures of each bar."""
     rows = {(row["scenario"], row["provider"]): row.get(measure) for row in document["rows"]}
     offset = (providers.index(provider) - (len(providers) - 1) / 2) * _BARS_WIDTH / len(providers)
     found = [
@@ -92,7 +92,7 @@ def _placed(
 
 
 def _dots(axis: Any, document: Document, measure: str, providers: tuple[str, ...]) -> str:
-    """Mark the second figure of each bar; returns what the mark means, nothing where there is none."""
+    """Mark the second figure of each bar; returns what the mark means, or "" if nothing was drawn."""
     other, meaning = _DOTS.get(measure, ("", ""))
     drawn = False
     for provider in providers:

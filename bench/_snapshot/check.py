@@ -1,7 +1,7 @@
-"""Is what a provider delivers right? Asked before anything is timed.
+"""Checks the bytes that a provider delivers, before anything is timed.
 
-The step's tensors are written by the device after a long kernel, just before the call, and overwritten right after
-it. A provider that does not wait for the producing stream, or reads its sources too late, shows other bytes.
+The step's tensors are written behind a long kernel on the producing stream just before the call, and overwritten right
+after it. A provider that does not wait for that stream, or reads its sources too late, delivers other bytes.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from omni_runner.trace import TraceStep
 
 _ROUNDS = 5  # more than the slots of any provider's ring
 _LARGE_BYTES = 64 << 20
-_LARGE_ROUNDS = 2  # comparing takes long there
+_LARGE_ROUNDS = 2  # comparing large payloads takes long
 _HOLD_US = 2000.0
 _SCRIBBLE = 0xA5
 
 
 class WrongBytes(Exception):
-    """A provider delivered something else than the reference."""
+    """The bytes that a provider delivered differ from the reference."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What one checked pass saw.
+    """The result of a check.
 
     Attributes
     ----------
     d2h_bytes : float
-        Copied from the device to the host, on average over the kinds of steps.
+        Bytes copied from the device to the host, averaged over the kinds of steps.
     """
 
     d2h_bytes: float
@@ -50,14 +50,14 @@ def check(provider: Provider, machine: Machine, scenario: Scenario) -> Checked:
     Raises
     ------
     WrongBytes
-        With the first differences.
+        The bytes differ; the message lists the first differences.
     """
     copied = []
     rounds = _ROUNDS if scenario.payload_bytes < _LARGE_BYTES else _LARGE_ROUNDS
     if not provider.owns_bytes:
         rounds = 1  # there is nothing to compare
     kinds = len(scenario.distinct_steps)
-    for number in range(-(-rounds // kinds) * kinds):  # each as often as the others: their bytes are averaged
+    for number in range(-(-rounds // kinds) * kinds):  # each kind equally often: bytes are averaged
         step = scenario.step(number)
         device_leaves = [leaf for leaf in tensors_of(step) if leaf.device == machine.device]
         fresh = map_tensors(step, lambda leaf: random_like(leaf) if leaf.device == machine.device else leaf)
@@ -85,7 +85,7 @@ def check(provider: Provider, machine: Machine, scenario: Scenario) -> Checked:
 def _problems(provider: Provider, expected: TraceStep, given: StepInput, taken: Any, work: Work) -> list[str]:
     if provider.builds:
         if len(expected.needs_payload) == len(expected.request_ids):
-            # Whole tensors to the host first: a copy for each request's rows would take most of the time.
+            # Copy whole tensors to the host first: a copy for each request's rows would take most of the time.
             expected = map_tensors(expected, Tensor.cpu)
         reference = reference_payloads(expected)
         found = _consumers_only(reference, provider.payloads(given, work))
@@ -102,14 +102,14 @@ def _problems(provider: Provider, expected: TraceStep, given: StepInput, taken: 
 
 
 def _leaf_problem(expected: Tensor, found: Tensor) -> str:
-    """What differs of a leaf; the bytes on the host go back to the device, where comparing takes no time."""
+    """Describe how a leaf differs, or return ""; compares on the device, where that takes almost no time."""
     if _is_equal(expected, found.to(expected.device)):
         return ""
     return difference(expected.cpu(), found) or "the bytes change while they are read"
 
 
 def _is_same(reference: Payloads, found: Payloads) -> bool:
-    """The quick answer; `compare_payloads` tells what differs."""
+    """Whether the payloads are the same; quick, whereas `compare_payloads` describes what differs."""
     return all(
         (expected is None and payload is None)
         or (
@@ -129,5 +129,5 @@ def _is_equal(left: Tensor, right: Tensor) -> bool:
 
 
 def _consumers_only(reference: Payloads, found: Payloads) -> Payloads:
-    """Without what was built for requests that nobody asked for; Model Runner V2 does that."""
+    """Drop the payloads of requests without a consumer, which Model Runner V2 builds as well."""
     return [None if expected is None else payload for expected, payload in zip(reference, found, strict=True)]

@@ -1,9 +1,9 @@
 """Take single functions and classes out of vllm-omni's sources, installed or in a wheel, and run them as they are.
 
-The stock providers are the engine's own code, but importing the engine takes half a minute, needs everything it
-depends on, and patches what it finds. What a snapshot needs is a few dozen functions. They are cut out of the
-module's syntax tree and executed in a namespace of their own; imports of the engine itself are left out, and the few
-names from there are given by the caller.
+The stock providers run the engine's own code, but importing the engine takes half a minute, needs all its
+dependencies, and patches other packages. A snapshot needs only a few dozen functions. They are cut out of the module's
+syntax tree and executed in a separate namespace; imports of the engine itself are left out, and the caller provides
+the few names that come from it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _ENGINE_PACKAGES = ("vllm", "vllm_omni")
 
 
 class EngineSource:
-    """The sources of one vllm-omni.
+    """The sources of one version of vllm-omni.
 
     Attributes
     ----------
     version : str
-        Of vllm-omni.
+        Version of vllm-omni.
     origin : str
         ``"installed"``, or the wheel's file name.
     """
@@ -40,16 +40,16 @@ class EngineSource:
         self.version = version
         self.origin = origin
         self._read = read
-        self._compiled: dict[tuple[Any, ...], CodeType] = {}  # providers are made anew for every scenario
+        self._compiled: dict[tuple[Any, ...], CodeType] = {}  # a cache: providers are made anew for every scenario
 
     @classmethod
     def from_wheel(cls, wheel: Path) -> EngineSource:
-        """Read from a wheel, which stays closed as it is.
+        """Read from a wheel without unpacking it.
 
         Raises
         ------
         Unavailable
-            It is no wheel of vllm-omni.
+            The file is not a wheel of vllm-omni.
         """
         try:
             archive = zipfile.ZipFile(wheel)
@@ -91,19 +91,19 @@ class EngineSource:
         Parameters
         ----------
         namespace
-            Where they go, and where they look up what they use.
+            Receives the definitions, which also look up the names they use in it.
         module
-            Below ``vllm_omni``, e.g. ``"worker.gpu_ar_model_runner"``.
+            Module below ``vllm_omni``, e.g. ``"worker.gpu_ar_model_runner"``.
         names
             Top-level functions, classes and constants; None for all of them. The module's imports from outside the
             engine always come along.
         methods
-            By class: the methods to keep of a class whose bases are left out.
+            Methods to keep, by class; the bases and all other members of such a class are left out.
 
         Raises
         ------
         Unavailable
-            The module or one of the names is not there: another version.
+            The module or one of the names does not exist in this version.
         """
         methods = methods or {}
         key = (module, None if names is None else tuple(names), tuple((name, tuple(methods[name])) for name in methods))
@@ -113,7 +113,7 @@ class EngineSource:
         namespace.setdefault("__name__", f"{PACKAGE}.{module}")
         namespace.setdefault("init_logger", logging.getLogger)
         namespace.setdefault("logger", logging.getLogger(PACKAGE))
-        # Classes look their module up while they are made.
+        # Class definitions look up their module in `sys.modules`.
         sys.modules.setdefault(namespace["__name__"], type(sys)(namespace["__name__"]))
         exec(code, namespace)
 
@@ -138,7 +138,7 @@ class EngineSource:
 def _keep(
     statement: ast.stmt, names: Collection[str] | None, methods: Mapping[str, Collection[str]], missing: set[str]
 ) -> list[ast.stmt]:
-    """The statement, what is wanted of it, or nothing."""
+    """The statement, a class reduced to its wanted methods, or nothing."""
     if isinstance(statement, ast.Import | ast.ImportFrom):
         return [] if _imports_engine(statement) else [statement]
     if isinstance(statement, ast.ClassDef) and statement.name in methods:

@@ -1,4 +1,4 @@
-"""What the measuring loops ask of the machine: a producing stream, a way to keep it busy, and counters."""
+"""The machine as the measuring loops use it: a producing stream, a way to keep it busy, and counters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from bench.command_line import UsageError
 
-_SLEEP_CYCLES = 2_000_000  # of the calibration
+_SLEEP_CYCLES = 2_000_000  # for the calibration
 _EMPTY_PAIRS = 200
 
 
@@ -27,7 +27,7 @@ class Machine(Protocol):
     compute : torch.cuda.Stream or None
         The producing stream; None on the CPU.
     copy_stream : torch.cuda.Stream or None
-        For the baselines' copies.
+        The stream of the baselines' copies; None on the CPU.
     """
 
     device: torch.device
@@ -44,20 +44,20 @@ class Machine(Protocol):
         """Keep the producing stream busy from now on."""
 
     def mark_start(self) -> None:
-        """Put a time stamp into the producing stream."""
+        """Record the start time stamp on the producing stream."""
 
     def mark_end(self) -> bool:
-        """Put the second one; whether the device has not come to the first yet."""
+        """Record the end time stamp; returns whether the device has yet to reach the start one."""
 
     def marked_us(self) -> float | None:
-        """GPU time between the two, less what an empty pair takes; the device must be idle. None on the CPU."""
+        """GPU time between the time stamps, less that of an empty pair; the device must be idle. None on the CPU."""
 
     def pinned_allocations(self) -> int | None:
         """How often torch has asked the system for pinned memory; None where torch does not count it."""
 
 
 class CudaMachine:
-    """One CUDA device. Not the legacy stream: the engine has its own, and batched copies refuse the legacy one."""
+    """One CUDA device. Avoids the legacy stream: the engine uses its own, and batched copies refuse the legacy one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -96,7 +96,7 @@ class CudaMachine:
         return torch.cuda.host_memory_stats().get("num_host_alloc")
 
     def _warm_up(self) -> None:
-        """Bring the clocks up, so that a cycle is as long now as later."""
+        """Raise the clock rate, so that a cycle is as long in the calibration as in the measurements."""
         matrix = torch.randn(4096, 4096, device=self.device, dtype=torch.bfloat16)
         for _ in range(300):
             matrix @ matrix
@@ -122,7 +122,7 @@ class CudaMachine:
 
 
 class CpuMachine:
-    """A machine without a GPU: the program can be tried there, its figures mean nothing."""
+    """A machine without a GPU, for trying the program; its figures mean nothing."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -152,12 +152,12 @@ class CpuMachine:
 
 
 def check_device(device: str) -> None:
-    """See whether `open_machine` can have a device, without touching it.
+    """Check that `open_machine` can use a device, without touching the device.
 
     Raises
     ------
     UsageError
-        It is none of ``"cuda"``, ``"cuda:N"`` and ``"cpu"``, or there is no such GPU.
+        `device` is none of ``"cuda"``, ``"cuda:N"`` and ``"cpu"``, or there is no such GPU.
     """
     form = re.fullmatch(r"cpu|cuda(?::(\d+))?", device, re.ASCII)
     if form is None:
@@ -172,7 +172,7 @@ def check_device(device: str) -> None:
 
 
 def open_machine(device: str) -> Machine:
-    """The machine for ``"cuda"``, ``"cuda:1"`` or ``"cpu"``."""
+    """Open the machine for ``"cuda"``, ``"cuda:1"`` or ``"cpu"``."""
     torch.set_num_threads(1)  # as in the engine's worker processes
     if torch.device(device).type == "cpu":
         return CpuMachine()
@@ -197,7 +197,7 @@ class CompileCounter:
 
 
 class CollectionCounter:
-    """Counts garbage collections while it is entered, of whatever generation and on whatever thread."""
+    """Counts garbage collections in its `with` block, of every generation and on every thread."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,9 +1,9 @@
 """The measuring loops: providers take turns in one process, in blocks of calls.
 
-In most passes every call stands alone: its inputs are made, the device is synchronized (or busy with a long kernel,
-where that is what is measured), and the step is waited for before the next one. So a call comes after a thread switch
-and after other Python, as it does in an engine, where a whole step lies between two snapshots. The steady pass is the
-other end: nothing but the calls, one after the other.
+In most passes the calls are isolated: the inputs of a call are made, the device is synchronized (or, in the busy pass,
+occupied by a long kernel), and the step is completed before the next one starts. A call therefore follows a thread
+switch and other Python code, as in an engine, where a whole step lies between two snapshots. In the steady pass,
+by contrast, calls follow each other directly.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from bench._snapshot.provider import Provider, StepInput
 from bench._snapshot.scenarios import Scenario
 
 BLOCK_CALLS = 50
-FEWEST_CALLS = 20  # also of the slowest provider, also when time is up
+FEWEST_CALLS = 20  # even for the slowest provider, and even when time is up
 _WARMUP_CALLS = 100
-_FIRST_WARMUP_S = 0.1  # of a provider
-_WARMUP_S = 0.03  # of its later passes, which mostly find out what a call costs
+_FIRST_WARMUP_S = 0.1  # for each provider
+_WARMUP_S = 0.03  # in its later passes, mostly to find out what a call costs
 _FEWEST_WARMUP_CALLS = 6
-_STEADY_CALLS = 12  # in succession: the inputs of so many are still in the core's cache when they are used
-_LEAD_IN_CALLS = 2  # before them, not counted: they follow the making of the inputs, or another provider
+_STEADY_CALLS = 12  # in succession: few enough that their inputs are still in the core's cache when used
+_LEAD_IN_CALLS = 2  # calls before those, not counted, as they follow the making of inputs or another provider
 _BUSY_MARGIN_US = 80.0
 _now = time.perf_counter_ns
 
@@ -38,10 +38,10 @@ class Budget:
     Attributes
     ----------
     calls : int
-        Of each provider and pass, unless time runs out.
+        Calls of each provider in each pass, unless time runs out.
     seconds : float
-        For all passes and providers together, their warm-up included. Slow providers then make fewer calls, fast ones
-        do not.
+        Time for all passes and providers together, including warm-up. If it is short, only slow providers make fewer
+        calls.
     """
 
     calls: int
@@ -50,10 +50,10 @@ class Budget:
 
 @dataclass
 class Samples:
-    """What was measured of one provider in one scenario; times in nanoseconds."""
+    """The measurements of one provider in one scenario; times in nanoseconds."""
 
     host: list[float] = field(default_factory=list)
-    host_first: list[float] = field(default_factory=list)  # of a block: those that follow another provider's
+    host_first: list[float] = field(default_factory=list)  # the first of each block, which follows another provider's
     host_steady: list[float] = field(default_factory=list)
     host_busy: list[float] = field(default_factory=list)
     landed: list[float] = field(default_factory=list)
@@ -62,12 +62,12 @@ class Samples:
     busy_calls: int = 0
     pinned_allocations: int | None = 0
     compilations: int | None = 0
-    collections: int = 0  # of garbage, in the calls of `host`
+    collections: int = 0  # garbage collections during the calls of `host`
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """One kind of measurement: its share of the time, who takes part, and a block of so many calls."""
+    """One kind of measurement: its share of the time, who takes part, and a function that makes a block of calls."""
 
     share: float
     takes_part: Callable[[Provider], bool]
@@ -82,11 +82,11 @@ class Bench:
     Parameters
     ----------
     machine
-        Where.
+        Where to measure.
     scenario
-        What.
+        What to measure.
     providers
-        Who, in any order.
+        The providers, in any order.
     compilations
         Counts what Triton compiles.
     """
@@ -119,7 +119,7 @@ class Bench:
     def _run(self, budget: Budget) -> None:
         end = time.perf_counter() + budget.seconds
         for place, measured in enumerate(self._passes):
-            # What the passes before have left over goes to those that follow.
+            # Time that earlier passes did not use goes to the later ones.
             share = measured.share / sum(later.share for later in self._passes[place:])
             costs_s = self._warm_up(measured)
             calls = share_calls(costs_s, (end - time.perf_counter()) * share, budget.calls)
@@ -127,7 +127,7 @@ class Bench:
                 self._block(measured, name, count)
 
     def _warm_up(self, measured: _Pass) -> dict[str, float]:
-        """Seconds that one call takes, everything around it included."""
+        """Warm the providers up; returns the seconds of one call with everything around it, by provider."""
         costs_s = {}
         for provider in list(self._providers):
             if not measured.takes_part(provider):
@@ -161,7 +161,7 @@ class Bench:
         pinned, own = self._machine.pinned_allocations(), provider.own_pinned_allocations()
         compiled = self._compilations.count
         self._attempt(provider, partial(measured.block, provider, samples, count))
-        # A provider's own counter sees what torch's does not, and the other way round.
+        # A provider's own counter sees allocations that torch's does not, and vice versa.
         grown = max(
             _difference(pinned, self._machine.pinned_allocations()) or 0, provider.own_pinned_allocations() - own
         )
@@ -205,7 +205,7 @@ class Bench:
                 samples.host_first.append(samples.host[-1])
 
     def _steady_block(self, provider: Provider, samples: Samples, count: int) -> None:
-        """Calls in quick succession: nothing between two of them but the wait for the first one's work."""
+        """Make calls in quick succession, with only the wait for the first one's work between two calls."""
         for start in range(0, count, _STEADY_CALLS):
             wanted = min(_STEADY_CALLS, count - start)
             steps = [self._next_step() for _ in range(wanted + _LEAD_IN_CALLS)]
@@ -219,10 +219,10 @@ class Bench:
         taken = provider.take(step)
         work = provider.hand_over(step, taken, only_wait=True)
         end = _now()
-        # Awake all along: a thread that sleeps here finds its core and its caches cold when it comes back.
+        # Busy waiting: a thread that sleeps here would find its core and its caches cold afterwards.
         if provider.hands_over:
             while not (work.ready_ns and work.is_over()):
-                time.sleep(0)  # lets the builder have the interpreter
+                time.sleep(0)  # lets the builder have the GIL
             if work.failure is not None:
                 raise work.failure
         else:
@@ -244,7 +244,7 @@ class Bench:
         samples.busy_calls += 1
         if provider.lands:
             samples.host_busy.append(end - start)
-        if was_busy:  # else the call outlasted the kernel, and the time between the marks has host time in it
+        if was_busy:  # else the call outlasted the kernel, and the time between the marks includes host time
             samples.compute.append((machine.marked_us() or 0.0) * 1000)
 
     def _landed_call(self, provider: Provider, step: StepInput, samples: Samples) -> None:
@@ -265,16 +265,16 @@ class Bench:
 
 
 def share_calls(costs_s: Mapping[str, float], seconds: float, most: int) -> dict[str, int]:
-    """How many calls each provider gets: up to `most`, and less for the slowest where time does not suffice.
+    """Number of calls for each provider: up to `most`, and fewer for the slowest where time does not suffice.
 
     Parameters
     ----------
     costs_s
         Seconds per call, by provider.
     seconds
-        For all of them together.
+        Time for all providers together.
     most
-        Calls of a provider that is quick enough.
+        Number of calls of a provider that is quick enough.
     """
     calls = {}
     left_s = max(0.0, seconds)
@@ -287,7 +287,7 @@ def share_calls(costs_s: Mapping[str, float], seconds: float, most: int) -> dict
 
 
 def _blocks(calls: Mapping[str, int]) -> Iterable[tuple[str, int]]:
-    """Turns of the providers, spread evenly over the whole pass; every round starts with another provider."""
+    """Blocks of calls by provider, spread evenly over the whole pass; every round starts with another provider."""
     rounds = max((math.ceil(count / BLOCK_CALLS) for count in calls.values()), default=0)
     names = list(calls)
     for number in range(rounds):

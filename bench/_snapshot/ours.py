@@ -1,4 +1,4 @@
-"""This project: the drop-in runner's own path, and the packer on its own."""
+"""The providers of this project: the drop-in runner's code path, and the packer on its own."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _RESERVED_SLABS = 3
 
 
 class _EngineRunner:
-    """As much of the engine's runner as the drop-in asks: who consumes, and an output object to fill.
+    """The parts of the engine's runner that the drop-in uses: who consumes, and an output object to fill.
 
-    The drop-in must not fall back here, so the engine's own snapshot is missing.
+    The drop-in must not fall back here, so the engine's own snapshot method raises.
     """
 
     def __init__(self, scenario: Scenario, machine: Machine) -> None:
@@ -79,7 +79,7 @@ class _EngineRunner:
 
 
 class _EngineRules:
-    """As much of `omni_runner.compat.Upstream` as a packed step uses: the engine's rules in the project's own words."""
+    """The parts of `omni_runner.compat.Upstream` that a packed step uses, with the engine's rules reimplemented."""
 
     runner_cls = _EngineRunner
     runner_module = ModuleType("engine_rules")
@@ -87,7 +87,7 @@ class _EngineRules:
     shares_channel = True
 
     class async_output_cls:
-        """Never made: sampled tokens are no part of this."""
+        """Never instantiated: sampled tokens are not part of this benchmark."""
 
     @staticmethod
     def record_function(name: str) -> nullcontext[None]:
@@ -135,7 +135,7 @@ _RULES: Any = _EngineRules()
 class Ours(Provider):
     """The methods that `PackedGPUARModelRunner` overrides, called as `sample_tokens` calls them.
 
-    The hand-over is what its asynchronous output does: the builder goes to the runner's builder thread.
+    The hand-over is that of its asynchronous output: the builder is queued on the runner's builder thread.
     """
 
     name = "ours"
@@ -238,7 +238,7 @@ class OursStandalone(Provider):
 
 
 def _whole_tree(step: TraceStep) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """The payload with the stage's hidden rows in it, and the lengths that mark a tensor as per-token."""
+    """The payload including the stage's hidden rows, and the lengths that mark a tensor as per-token."""
     rows = sum(step.num_scheduled_tokens)
     if not step.include_hidden or step.hidden_states is None:
         return step.multimodal_outputs, (rows,)

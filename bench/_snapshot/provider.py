@@ -1,4 +1,4 @@
-"""What a provider is: one way to bring a step's payload to the host and to hand it to a builder."""
+"""The interface of providers: ways to copy a step's payload to the host and hand it to a builder."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """The one field of the engine's that its builder reads."""
+    """The only field of the engine's scheduler output that its builder reads."""
 
     total_num_scheduled_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """One step as `sample_tokens` has it when it asks for the snapshot: host metadata copied, tensors live.
+    """One step as `sample_tokens` has it when it takes the snapshot: host metadata copied, tensors live.
 
-    Making it is not part of any measure: the engine does the same for every provider.
+    Making it is not timed, since the engine does the same for every provider.
     """
 
     trace: TraceStep
@@ -57,7 +57,7 @@ class StepInput:
         )
 
     def snapshot_by(self, runner: Any) -> Any:
-        """What a V1 runner, stock or packed, makes of this payload; calls its methods as `sample_tokens` does."""
+        """Take a V1 runner's snapshot, stock or packed, by calling its methods as `sample_tokens` does."""
         runner._maybe_run_eager_omni_postprocess_before_async_output(**self.hook_arguments)
         return runner._snapshot_omni_output_tensors_for_async_output(
             use_async_omni_output=True,
@@ -68,7 +68,7 @@ class StepInput:
 
     @property
     def hook_arguments(self) -> dict[str, Any]:
-        """Of the engine's eager postprocess hook."""
+        """Arguments for the engine's eager postprocess hook."""
         return {
             "hidden_states": self.trace.hidden_states,
             "multimodal_outputs": self.trace.multimodal_outputs,
@@ -79,7 +79,7 @@ class StepInput:
         }
 
     def builder_arguments(self, snapshot: Any) -> dict[str, Any]:
-        """Of the engine's builder, given the engine's tensor snapshot or what stands for it."""
+        """Arguments for the engine's builder, given the engine's tensor snapshot or its replacement."""
         return {
             "scheduler_output": self.scheduler_output,
             "hidden_states": snapshot.hidden_states,
@@ -111,13 +111,13 @@ class Work:
     build : callable
         Waits for the bytes and makes the payloads.
     join : callable
-        Waits for the work to be done; raises what it raised.
+        Waits until the work is done; raises the exception of the work, if any.
     is_over : callable
-        Whether whoever runs it has also come to an end, asked once `ready_ns` is set.
+        Whether its thread or job has finished as well; asked once `ready_ns` is set.
     failure : BaseException, optional
-        What it raised, for those who don't join.
+        The exception of the work, for callers that don't join.
     ready_ns : int
-        When it was done, or had failed; 0 before.
+        When the work was done or had failed, by `perf_counter_ns`; 0 before.
     """
 
     build: Callable[[], Any]
@@ -139,7 +139,7 @@ class Work:
         return self.output
 
     def on_thread(self, thread: BuilderThread) -> Work:
-        """Queue it on a thread."""
+        """Queue the work on a thread."""
         job = thread.submit(self.run)
         self.join = job.result
         self.is_over = lambda: job.settled
@@ -147,22 +147,22 @@ class Work:
 
 
 class Provider(ABC):
-    """Made for one scenario; holds whatever a long-running engine would hold.
+    """A way to deliver payloads, made for one scenario; holds whatever a long-running engine would hold.
 
     `take` and `hand_over` together are what the engine's main thread does in a step, and are timed as such.
 
     Attributes
     ----------
     name : str
-        As in the results.
+        Name in the results.
     builds : bool
-        Whether its builder makes per-request payloads. Without, only the leaves' bytes can be checked.
+        Whether its builder makes per-request payloads. If not, only the leaves' bytes can be checked.
     owns_bytes : bool
         Whether the sources may be overwritten right after the call. False for the ceilings.
     lands : bool
         Whether bytes reach the host.
     hands_over : bool
-        Whether there is a builder, which is told. False for the ceilings.
+        Whether steps are handed to a builder. False for the ceilings.
     """
 
     name: ClassVar[str]
@@ -185,15 +185,15 @@ class Provider(ABC):
 
     @abstractmethod
     def d2h_bytes(self, taken: Any) -> int:
-        """Bytes that were copied from the device to the host for it."""
+        """Bytes that were copied from the device to the host for the step."""
 
     def hand_over(self, step: StepInput, taken: Any, *, only_wait: bool) -> Work:
-        """Give it to the builder the way production does; with `only_wait` the builder makes nothing."""
+        """Hand the step to the builder as in production; with `only_wait` it only waits for the bytes."""
         del step, taken, only_wait
         return Work(lambda: None)
 
     def payloads(self, step: StepInput, work: Work) -> Payloads:
-        """Per-request payloads that the builder made, in the order of the requests, flat."""
+        """The flat payloads that the builder made, one per request, in the order of the requests."""
         raise NotImplementedError(f"{self.name} makes no payloads")
 
     def leaf_bytes(self, taken: Any) -> list[Tensor]:

@@ -19,12 +19,12 @@ _ALIGNMENT_BYTES = 16  # of a column in our slab
 
 
 def file_in(folder: Path, gpu: str) -> Path:
-    """Where the results of a GPU go: its name in letters, digits and hyphens is the folder's."""
+    """Path of a GPU's results; the folder is the GPU's name in lower-case letters, digits and hyphens."""
     return folder / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") / "snapshot.json"
 
 
 def write(document: Document, file: Path) -> None:
-    """Write atomically, so that a run that is stopped leaves what it has."""
+    """Write atomically, so that an interrupted run leaves the results it has."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".part")
     partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -32,10 +32,10 @@ def write(document: Document, file: Path) -> None:
 
 
 def merge(documents: Sequence[Document]) -> Document:
-    """One document of several runs on one kind of GPU, each of other scenarios.
+    """Merge runs of different scenarios on one kind of GPU into one document.
 
-    So the rows of a scenario come from one run, and ratios between providers stay side by side. Each row says which
-    commit it is of.
+    All rows of a scenario come from one run, so ratios compare providers that were measured side by side. Each row
+    names its commit.
 
     Raises
     ------
@@ -74,7 +74,7 @@ def report(document: Document) -> str:
 
 
 def table(document: Document) -> str:
-    """All rows, medians in microseconds; of the two host times p99.9 too."""
+    """All rows, with medians in microseconds, and p99.9 for two of the host times."""
     head = (
         "scenario",
         "provider",
@@ -121,7 +121,7 @@ def _cell(value: float | None, form: str = "{:.1f}") -> str:
 
 
 def _align(lines: Sequence[Sequence[str]], left: Sequence[int]) -> str:
-    """Columns of equal width, the `left` ones flush left. A line with fewer cells is a remark and stands as it is."""
+    """Pad cells to columns, the `left` ones flush left. A line with fewer cells is a remark and stays unchanged."""
     full = [line for line in lines if len(line) == len(lines[0])]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]
     texts = []
@@ -154,7 +154,7 @@ class _Rows:
         return _get(self._rows.get((scenario, provider)), measure, rank)
 
     def ratio(self, measure: str, scenario: str, dividend: str, divisor: str) -> float | None:
-        """How many times the divisor's figure the dividend's is."""
+        """The dividend's figure divided by the divisor's; None where one is missing or the divisor's is 0."""
         above, below = self.get(scenario, dividend, measure), self.get(scenario, divisor, measure)
         return above / below if above is not None and below else None
 
@@ -166,15 +166,15 @@ class Target:
     Attributes
     ----------
     what : str
-        In words.
+        Description of the figure.
     limit : float
-        The figure has to be at least this, or at most, as `at_least` says.
+        The lowest allowed figure if `at_least`, else the highest.
     at_least : bool
-        Which of both.
+        Whether the limit is a lower one.
     figure : callable
-        Makes the figure from the rows; None where something is missing. A text beside it says where it is from.
+        Computes the figure and the scenario it comes from (may be empty); None where a row is missing.
     unit : str
-        Behind the figure.
+        Unit printed after the figure.
     """
 
     what: str
@@ -201,7 +201,7 @@ def _slower(measure: str, scenario: str, ceiling: str) -> _Figure:
 
 
 def _least_lead(measure: str, rival: str) -> _Figure:
-    """The scenario in which a rival comes closest."""
+    """The smallest lead over a rival, and its scenario."""
 
     def figure(rows: _Rows) -> _Found:
         leads = [
@@ -228,7 +228,7 @@ def _worst_tail(measure: str) -> _Figure:
 
 
 def _surplus(*only: str) -> _Figure:
-    """Most bytes copied beyond what the consumers get, per leaf."""
+    """The most bytes per leaf that are copied beyond what the consumers get."""
 
     def figure(rows: _Rows) -> _Found:
         surplus = [
@@ -274,7 +274,7 @@ def _per_leaf(measure: str) -> _Figure:
 
 
 def _both(what: str, limit: float, at_least: bool, figure: Callable[[str], _Figure], unit: str = "x") -> list[Target]:
-    """A target of the host's time: of calls that stand alone, and of calls in quick succession."""
+    """A target for the host time, once for isolated calls and once for calls in quick succession."""
     return [
         Target(f"{name}{what}", limit, at_least, figure(measure), unit)
         for name, measure in (("host", "host_us"), ("host, steady", "host_steady_us"))

@@ -1,6 +1,6 @@
-"""The steps that are measured: payloads as the engine's stages yield them, and recorded traces.
+"""The measured steps: payloads as the engine's stages yield them, and recorded traces.
 
-A scenario is one or more steps in the form of a trace, so that a made-up step and a recorded one take the same way
+A scenario is one or more steps in the form of a trace, so that synthetic and recorded steps take the same path
 through every provider and through the reference.
 """
 
@@ -21,10 +21,10 @@ from omni_runner.trace import Trace, TraceStep
 
 HIDDEN_SIZE = 2048  # of the Thinker
 CODEBOOKS = 16  # of the Talker and of Qwen3-TTS
-GRAPH_REQUESTS = 64  # requests that the engine's metadata buffers are sized for, as recorded
+GRAPH_REQUESTS = 64  # number of requests that the engine's metadata buffers hold, as recorded
 TTS_ADDRESS_SETS = 61  # more than any cache of addresses should hold
-# Providers take turns in blocks of 50 calls. One that remembers 256 steps, 64 keys of four shapes, would have to see
-# one again within its last 256 calls; with up to 15 providers so many steps keep those further apart.
+# Providers take turns in blocks of 50 calls. One that remembers 256 steps (64 keys of four shapes) profits only if a
+# step recurs within its last 256 calls; with up to 15 providers, this many steps keep recurrences further apart.
 CHANGING_STEPS = 4096
 
 _DTYPES = (torch.bfloat16, torch.float32, torch.int64, torch.int8, torch.float16, torch.int32, torch.uint8)
@@ -33,18 +33,18 @@ _WIDTHS = (16, 64, 7, 256, 1, 33)
 
 @dataclass(frozen=True)
 class Scenario:
-    """Steps that one row of results is about.
+    """The steps that one row of results describes.
 
     Attributes
     ----------
     name : str
-        As in the results.
+        Name in the results.
     description : str
-        One line for people.
+        One line for human readers.
     steps : tuple of TraceStep
         Taken in turn.
     num_kinds : int
-        How many of the first steps stand for all: 1 where steps differ in addresses only.
+        How many of the first steps represent all steps: 1 where steps differ in addresses only.
     """
 
     name: str
@@ -53,20 +53,20 @@ class Scenario:
     num_kinds: int = 1
 
     def step(self, number: int) -> TraceStep:
-        """The step of call `number`, with containers and tensor objects of its own, as a model yields them anew."""
+        """The step of call `number`, with new containers and tensor objects, as a model yields in every step."""
         return map_tensors(self.steps[number % len(self.steps)], Tensor.detach)
 
     @property
     def distinct_steps(self) -> tuple[TraceStep, ...]:
-        """What is checked, and what figures that don't come from a clock are averages over.
+        """The steps that are checked, and over which all figures that are not times are averaged.
 
-        All steps of a trace, the first where only addresses differ, the first few where every step is another.
+        All steps of a trace; the first step where only addresses differ; the first few where every step is different.
         """
         return self.steps[: self.num_kinds]
 
     @cached_property
     def payload_bytes(self) -> float:
-        """What the consumers get in a step, on average."""
+        """Bytes that the consumers get in a step, on average."""
         return sum(map(payload_bytes, self.distinct_steps)) / len(self.distinct_steps)
 
     def about(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def tree_tensors(tree: Any) -> list[Tensor]:
 
 
 def _collect(node: Any, found: list[Tensor]) -> None:
-    # Part of what the baselines are timed for, so it is as quick as a Python walk gets.
+    # Timed as part of the baselines, so it is written to be as fast as a Python walk can be.
     kind = type(node)
     if kind is Tensor:
         found.append(node)
@@ -161,7 +161,7 @@ def random_like(tensor: Tensor) -> Tensor:
 
 
 class _Maker:
-    """Makes made-up steps on one device."""
+    """Makes synthetic steps on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -207,7 +207,7 @@ class _Maker:
         return (self.step(counts, tree, hidden=hidden, consumers=consumers),)
 
     def changing_thinker(self, decodes: int, prefills: Sequence[tuple[int, ...]]) -> tuple[TraceStep, ...]:
-        """A step for each set of prefills. Their rows lie at the same addresses, as those of CUDA graphs do."""
+        """One step for each set of prefills. The rows of all steps start at the same addresses, as with CUDA graphs."""
         (longest,) = self.thinker([*[1] * decodes, *max(prefills, key=sum)])
         steps = []
         for lengths in prefills:
@@ -221,7 +221,7 @@ class _Maker:
         return (self.step([1] * requests, tree),)
 
     def tts(self, requests: int) -> tuple[TraceStep, ...]:
-        """One codec tensor per request, which lies elsewhere in every step."""
+        """One codec tensor per request, at a different address in every step."""
         return tuple(
             self.step(
                 [1] * requests,
@@ -249,7 +249,7 @@ def _first_rows(leaf: Tensor, rows: int) -> Tensor:
 
 
 def _changing_prefills() -> list[tuple[int, ...]]:
-    """Four lengths for each of `CHANGING_STEPS` steps, no two alike; the longest first: memory is reserved for it."""
+    """Four lengths for each of `CHANGING_STEPS` distinct steps; the longest is first, as memory is reserved for it."""
     source = Random(0)
     found: dict[tuple[int, ...], None] = {}
     while len(found) < CHANGING_STEPS:
@@ -264,7 +264,7 @@ _PREFILL_REQUEST_TOKENS = 2048
 
 _Recipe = tuple[str, Callable[[_Maker], tuple[TraceStep, ...]]]
 
-# Insertion order is the order of a run: what the headline targets are about comes first.
+# Scenarios run in this order: those of the headline targets come first.
 _RECIPES: dict[str, _Recipe] = {
     "thinker_decode_64": ("Thinker, 64 requests decode one token", lambda make: make.thinker([1] * 64)),
     "talker_decode_64": ("Talker, 64 requests, one [64, 16] int64 leaf", lambda make: make.talker(64)),
@@ -304,7 +304,7 @@ _RECIPES: dict[str, _Recipe] = {
 }
 
 SCENARIO_NAMES = tuple(_RECIPES)
-_KINDS = {"thinker_changing": 8}  # steps that stand for all, where they differ in more than addresses
+_KINDS = {"thinker_changing": 8}  # steps that represent all steps, where these differ in more than addresses
 
 
 def make_scenario(name: str, device: torch.device) -> Scenario:
@@ -319,7 +319,7 @@ def trace_scenario(trace: Trace) -> Scenario:
     Raises
     ------
     ValueError
-        No step of it took the asynchronous path, or all are routed sparsely, which no provider but ours can do.
+        The trace has no dense step on the asynchronous path; only our provider supports sparsely routed steps.
     """
     steps = tuple(_with_hidden(step) for step in trace.steps if step.use_async_omni_output and step.elements is None)
     if not steps:
@@ -329,7 +329,7 @@ def trace_scenario(trace: Trace) -> Scenario:
 
 
 def _with_hidden(step: TraceStep) -> TraceStep:
-    """Model Runner V2 records no hidden rows; the V1 runner always has some, if only to leave them out."""
+    """Add hidden rows to a step of Model Runner V2, which records none: V1 always has some, even if it omits them."""
     if step.hidden_states is not None:
         return step
     return dataclasses.replace(step, hidden_states=torch.empty((0, 1)), include_hidden=False)

@@ -1,6 +1,6 @@
-"""Stock vllm-omni 0.30: the V1 runner's snapshot and builder, and Model Runner V2's. The engine's own code runs.
+"""Stock vllm-omni 0.30 in the engine's own code: snapshot and builder of the V1 runner and of Model Runner V2.
 
-What the engine does for its sampled tokens in the same place is left out for every provider.
+The engine's work on sampled tokens in the same place is left out for every provider.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _check_version(engine: EngineSource) -> None:
 def _copied_bytes(tree: Any) -> int:
     """Bytes of the distinct host buffers in a snapshot: each was filled by one copy from the device."""
     if isinstance(tree, dict):
-        tree = dict(tree)  # a plain one, whatever the engine's class
+        tree = dict(tree)  # a plain dict: `tree_tensors` skips other classes
     buffers = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tree_tensors(tree)}
     return sum(buffers.values())
 
@@ -128,7 +128,7 @@ class StockV1(Provider):
         runner.requests = {}
         runner.supports_mm_inputs = False
         if machine.compute is None:
-            runner._omni_payload_copy_stream = object()  # the engine would make a CUDA stream, and then not use it
+            runner._omni_payload_copy_stream = object()  # else the engine would make an unused CUDA stream
         self._runner = runner
 
     def take(self, step: StepInput) -> Any:
@@ -201,7 +201,7 @@ def _load_v2(engine: EngineSource, *, pinned: bool) -> SimpleNamespace:
 
 
 class _V2Output:
-    """Stands for `OmniAsyncOutput` without the sampled tokens: copies in its constructor, builds in `get_output`."""
+    """Replaces `OmniAsyncOutput`, without sampled tokens: copies in its constructor, builds in `get_output`."""
 
     def __init__(self, engine: SimpleNamespace, machine: Machine, step: StepInput, snapshot: Any) -> None:
         self._engine = engine
@@ -238,7 +238,7 @@ class _V2Output:
 
 @contextmanager
 def _on_stream(machine: Machine) -> Iterator[None]:
-    """The copy stream behind the producing one, switched to and back as V2 does it."""
+    """Make the copy stream current and let it wait for the producing stream; switches back at the end, as V2 does."""
     if machine.compute is None or machine.copy_stream is None:
         yield
         return
@@ -251,7 +251,7 @@ def _on_stream(machine: Machine) -> Iterator[None]:
 
 
 class _Plane:
-    """Where V2's worker publishes the payloads."""
+    """Receives the payloads that V2's worker publishes."""
 
     def enqueue_outputs(self, *, req_ids: list[str], inter_stage_outputs: Any, sampled_token_ids: Any) -> None:
         self.published = inter_stage_outputs
@@ -260,8 +260,8 @@ class _Plane:
 class StockV2(Provider):
     """`OmniARModelRunner`: one `cat` and one copy per dtype into a ring of four slots, a pool of one thread.
 
-    Model Runner V2 leaves the stage's own hidden rows out of asynchronous payloads. So that every provider moves the
-    same bytes, they are put into its payload under their key. It builds for every request, consumers or not.
+    Model Runner V2 leaves the stage's own hidden rows out of asynchronous payloads. They are put into its payload under
+    their key, so that every provider moves the same bytes. V2 builds for every request, with or without a consumer.
     """
 
     name = "stock_v2"

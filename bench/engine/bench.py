@@ -27,19 +27,19 @@ from bench.engine.stages import Stage
 from bench.engine.timeline import Profile, profiled_steps
 from bench.engine.variants import Variants, resolve
 
-WARM_PASS_STEPS = 12  # of the pass before it
+WARM_PASS_STEPS = 12  # of the warm-up before a measured pass
 HASHED_STEPS = 16
 
 
 class Bench:
-    """A live engine of one stage, and what is run on it.
+    """A live engine of one stage, and the passes that run on it.
 
     Parameters
     ----------
     name, stage
-        The stage.
+        The stage and its name.
     core, config
-        Its engine, started with the stock runner.
+        Its engine, started with the stock runner, and its config.
     """
 
     def __init__(self, name: str, stage: Stage, core: EngineCore, config: VllmConfig) -> None:
@@ -57,7 +57,7 @@ class Bench:
         self._watch_outputs()
 
     def hashed(self, variant: str, requests: int, *, sender: bool, steps: int = HASHED_STEPS) -> Trail:
-        """Tokens, payloads and, with the sender, chunks of seeded requests."""
+        """Run seeded requests; returns their tokens, payloads and, with the sender, chunks."""
         self.variants.apply(variant)
         self.sender.reset()
         self.sender.switch(sender)
@@ -72,7 +72,7 @@ class Bench:
             self._quiet()
 
     def measured(self, variant: str, requests: int, *, sender: bool, consumer: bool = False) -> Pass:
-        """One measured pass, after a short one that warms the path up. With `consumer`, a process takes the chunks."""
+        """Run a measured pass after a short warm-up pass. With `consumer`, another process takes the chunks."""
         self._prepare(variant, requests, sender=sender)
         with consume_chunks() if consumer else nullcontext():
             return self._measure(variant, requests)
@@ -101,13 +101,13 @@ class Bench:
         return taken
 
     def lagging(self, variant: str, requests: int, steps: int, stock: Trail, *, stuck: bool) -> dict[str, Any]:
-        """A pass whose payloads nobody ever takes (`stuck`), or the same without a consumer to lag.
+        """Run a pass whose payloads nobody ever takes (`stuck`), or the same pass without a lagging consumer.
 
         Returns
         -------
         dict
-            `step_us`, `pinned_bytes`, `held` (payloads alive at the end) and, when stuck, `difference` (None where the
-            payloads, read after the pass, are those of `stock`).
+            `step_us`, `pinned_bytes`, `held` (payloads alive at the end) and, when stuck, `difference` (None if the
+            payloads, read after the pass, equal those of `stock`).
         """
         self._prepare(variant, requests, sender=stuck)
         if stuck:
@@ -133,7 +133,7 @@ class Bench:
         return report
 
     def profiled(self, variant: str, requests: int, *, sender: bool) -> Profile:
-        """Kernels, copies and host spans of a few decode steps."""
+        """Profile a few decode steps; returns their kernels, copies and host spans."""
         self._prepare(variant, requests, sender=sender)
         with profiled_steps(self.probes) as recorder:
             self.run(requests, recorder.last_step + 12, on_step=recorder.on_step)
@@ -168,7 +168,7 @@ class Bench:
         steps_apart: int = 0,
         on_step: Callable[[int], None] | None = None,
     ) -> float:
-        """Decode `steps` tokens for requests that arrive all at once, or so many steps apart; returns seconds."""
+        """Decode `steps` tokens for requests that arrive together, or `steps_apart` steps apart; returns seconds."""
         torch.manual_seed(0)  # captured graphs of the code predictor draw from the global generator
         self._passes += 1
         prefix = f"n{self._passes}p{os.getpid()}"
@@ -187,7 +187,7 @@ class Bench:
         return time.perf_counter() - start
 
     def _prepare(self, variant: str, requests: int, *, sender: bool) -> None:
-        """Put the variant in and run a short pass, in which whatever is made on first use is made."""
+        """Apply the variant and run a short pass, in which everything that is created on first use is created."""
         self.variants.apply(variant)
         self.pinned.drop_cache()
         self.sender.switch(sender)
@@ -224,7 +224,7 @@ def packed_path_counts(runner: Any) -> dict[str, int]:
 
 
 def _held_difference(tasks: list[Any], stock: Trail) -> str | None:
-    """Whether the payloads that a stuck sender holds are still those that stock yields."""
+    """How the payloads that a stuck sender holds differ from those that stock yields; None if they are equal."""
     found = Trail()
     for task in tasks:
         if task.get("multimodal_output") is not None:

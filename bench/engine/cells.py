@@ -10,14 +10,14 @@ from typing import Any
 
 from bench.engine.probes import Span, quantiles, steady, step_times_us, wall_us
 
-WARMUP_STEPS = 15  # of a measured pass, left out of its figures
-# Figures of a row, each p50 and p99 in microseconds of wall time.
+WARMUP_STEPS = 15  # at the start of a measured pass, left out of its figures
+# Figures of a row, each given as p50 and p99 of the wall time in microseconds.
 TIMED = ("sample_tokens", "snapshot", "output_object", "builder", "get_output", "execute_model", "schedule", "update")
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What one measured pass yielded. `engine` is the thread that steps the engine."""
+    """The results of one measured pass. `engine_cpu_us` is that of the thread that steps the engine."""
 
     spans: Mapping[str, Sequence[Span]]
     seconds: float
@@ -33,7 +33,7 @@ class Pass:
 
 @dataclass
 class Cell:
-    """Pools the passes of one cell: quantiles are over the steps of all of them."""
+    """Pools the passes of one cell: quantiles are over the steps of all passes."""
 
     passes: list[Pass] = field(default_factory=list)
     times_us: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -67,9 +67,9 @@ class Cell:
             **{f"{key}_us": quantiles(self.times_us[key]) for key in ("step", *TIMED)},
             "pinned_bytes": max(pinned, default=None),
             "backlog": max(taken.backlog for taken in self.passes),
-            # CPU time of the threads, mean per step.
+            # CPU time of the threads and of the process, mean per step.
             "cpu_us": {key: round(fmean(values), 1) for key, values in self.cpu_us.items() if values},
-            # Pauses for garbage collection, over whole passes: a full one looks at every payload that is alive.
+            # Garbage collection pauses over whole passes: a full collection visits every live payload.
             "gc_us": {"longest": round(max(gc_us, default=0.0), 1), "total": round(sum(gc_us), 1)},
             "steps": len(self.times_us["step"]),
             "passes": len(self.passes),

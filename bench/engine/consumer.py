@@ -16,16 +16,16 @@ POLL_S = 0.002
 
 @contextmanager
 def consume_chunks() -> Iterator[None]:
-    """Have the chunks of this process taken while in here."""
+    """Run a process that takes the chunks of this process until the `with` block ends."""
     process = subprocess.Popen([sys.executable, __file__, str(os.getpid())], stdin=subprocess.PIPE)
     try:
         yield
     finally:
-        process.communicate()  # the end of its standard input ends it
+        process.communicate()  # closes its standard input, which ends it
 
 
 def chunk_files(pid: int) -> Iterator[Path]:
-    """Chunks, and their lock files, of a process whose request ids are those of the bench."""
+    """Files of the chunks, and their lock files, of a process whose request ids `Bench.run` made."""
     return SHARED_MEMORY.glob(f"*p{pid}-*")
 
 

@@ -1,4 +1,4 @@
-"""What a pass yielded, reduced to digests that can be compared with another pass."""
+"""The output of a pass, reduced to digests that can be compared with those of another pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Signature = tuple[str, ...]  # one entry per tensor: path, dtype, shape and dige
 
 
 def signature(value: Any, request_id: str = "") -> Signature:
-    """All tensors and plain values of a payload. Structs and dicts count the same; a request's own id says nothing."""
+    """Describe all tensors and plain values of a payload, treating structs as dicts and omitting the request's id."""
     described = (f"{path} {_describe(leaf)}" for path, leaf in _leaves(value, ""))
     own_id = f" {request_id!r}" if request_id else None
     return tuple(line for line in described if own_id is None or not line.endswith(own_id))
@@ -30,7 +30,7 @@ class Trail:
     chunks: defaultdict[int, list[Signature]] = field(default_factory=lambda: defaultdict(list))
 
     def add_step(self, output: Any) -> None:
-        """One step's `OmniModelRunnerOutput`, before the scheduler sees it."""
+        """Add one step's `OmniModelRunnerOutput`, before the scheduler sees it."""
         for request_id in output.req_ids:
             row, index = output.req_id_to_index[request_id], request_index(request_id)
             sampled = output.sampled_token_ids

@@ -28,7 +28,7 @@ def engine_version() -> str:
 def engine_config(stage: Stage, model: Path, *, kv_gib: float = 4.0, eager: bool = False) -> VllmConfig:
     """Config as the pipelines deploy it: asynchronous scheduling, chunked transfer to a next stage.
 
-    Decode steps run as CUDA graphs. Nothing is compiled: that starts minutes faster and the output path is the same.
+    Decode steps run as CUDA graphs. Compilation is off: start-up is minutes faster, and the output path is the same.
     """
     fields: dict[str, Any] = {
         **stage.config,
@@ -78,8 +78,8 @@ def runner_of(core: EngineCore) -> Any:
 def draw_weights(runner: Any) -> None:
     """Redraw the dummy weights: N(0, 0.02), norms 1, biases 0, the same in every run.
 
-    vLLM's own dummy weights are within 1e-3 of zero, norms included: hidden states die out and all tokens take the same
-    experts.
+    vLLM's own dummy weights, including the norms, are within 1e-3 of zero: hidden states vanish and all tokens take the
+    same experts.
     """
     model = getattr(runner.model, "runnable", runner.model)  # without the CUDA-graph wrapper
     for name, weight in model.named_parameters():

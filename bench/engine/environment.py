@@ -27,7 +27,7 @@ _OFFLINE = {
 _ENGINE = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-    # A carried engine may lack FlashInfer; the same sampler everywhere.
+    # A carried engine may lack FlashInfer, so no engine uses its sampler.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_USE_FLASHINFER_MOE_FP16": "0",
     # Where jax is installed, diffusers would import it: 10 s per start.
@@ -42,12 +42,12 @@ _ENGINE = {
 
 
 def check_engine(engine: Path) -> None:
-    """See whether a folder carries the engine.
+    """Check that a folder carries the engine.
 
     Raises
     ------
     UsageError
-        It does not.
+        The folder carries neither the engine nor its archive.
     """
     if not (engine / ARCHIVE).exists() and not _carried(engine):
         raise UsageError(f"--engine: given {engine}, expected a folder with site/ and deps/, or with {ARCHIVE}")
@@ -60,14 +60,14 @@ def engine_environment(engine: Path | None, scratch: Path) -> dict[str, str]:
     ----------
     engine
         A folder with `site/` and `deps/`, or with the archive of both (`engine.tar.xz`), which is unpacked below
-        `scratch` once. None: the engine is installed for this Python.
+        `scratch` once. None if the engine is installed for this Python.
     scratch
         A folder to write to.
 
     Raises
     ------
     FileNotFoundError
-        `engine` is neither.
+        `engine` is given and holds neither.
     """
     paths = [REPOSITORY / "kernels", REPOSITORY]
     if engine is not None:
@@ -96,7 +96,7 @@ def _unpacked(engine: Path, scratch: Path) -> Path:
     home.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive) as tar:
         tar.extractall(home, filter="fully_trusted")
-    # Several processes are about to import all of this at once. Some files are for other Pythons: no matter.
+    # Compile now, as several processes will import these files at once. Files for other Pythons may fail harmlessly.
     folders = [str(home / name) for name in ("site", "deps")]
     compile_all = [sys.executable, "-m", "compileall", "-q", "-j", "0", *folders]
     subprocess.run(compile_all, stdout=subprocess.DEVNULL, check=False)

@@ -1,7 +1,7 @@
 """Model folders without weights, for `load_format="dummy"`: configs at released size and a stand-in tokenizer.
 
-The configs in `model_configs/` have the sizes and token ids of the released models. Only what no decode step touches is
-smaller: the audio and vision towers of Qwen3-Omni have two layers.
+The configs in `model_configs/` have the sizes and token ids of the released models. Only parts that no decode step uses
+are smaller: the audio and vision towers of Qwen3-Omni have two layers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SPECIAL_IDS = {
     "<|audio_pad|>": 151675,
 }
 WORD_IDS = {"user": 872, "system": 8948, "assistant": 77091}
-# What the Qwen3-Omni processor reads off its tokenizer.
+# Attributes that the Qwen3-Omni processor reads from its tokenizer.
 PROCESSOR_TOKENS = {
     "image_token": "<|image_pad|>",
     "audio_token": "<|audio_pad|>",

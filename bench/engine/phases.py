@@ -1,11 +1,11 @@
-"""What is done in which order, by all stages together: the more important things first, whatever the time allows."""
+"""The order of the work of all stages: the most important work comes first, since time may run out."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-PROFILE_S = 30.0  # kept for a stage's profiler while further rounds are measured
+PROFILE_S = 30.0  # reserved for a stage's profiler while further rounds are measured
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Phase:
     name
         `verify`, `cells`, or one of `EXTRAS`.
     requests
-        Of `cells`.
+        Number of requests, for `cells` only.
     is_repeated
-        Whether it is a further round of what has been measured once.
+        Whether it is a further round of a measurement that has been made before.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Phase:
 
     @classmethod
     def parse(cls, text: str) -> Phase:
-        """The phase that `str` made the text of."""
+        """Parse the text that `str` made of a phase."""
         name, _, requests = text.partition(" ")
         return cls(name, int(requests) if requests else None)
 
@@ -39,8 +39,8 @@ class Phase:
 def all_phases(requests: Sequence[int], rounds: int, extras: Collection[str]) -> list[Phase]:
     """All phases, the most important first.
 
-    The hashed passes of all numbers of requests, then the table from the most requests down, then the extras, then
-    further rounds. The profiler comes last, since a process that has profiled may be slower from then on.
+    First the hashed passes for all numbers of requests, then the table in descending order of requests, then the
+    extras, then further rounds. The profiler comes last, since a process may be slower after profiling.
     """
     falling = sorted(set(requests), reverse=True)
     phases = [Phase("verify"), *(Phase("cells", count) for count in falling)]
@@ -60,12 +60,12 @@ def turn_s(phase: Phase, left_s: float, profiles: int, share: float) -> float:
     Parameters
     ----------
     left_s
-        For all that is still to come.
+        Seconds left for all remaining work.
     profiles
-        Stages that are still to be profiled.
+        Number of stages that are still to be profiled.
     share
-        Of this stage among those that still have this phase to come. The hashed passes get whatever they need, and in
-        the last phase nobody is waited for whose figures count more.
+        This stage's share among those that still have this phase to do. Not used for the hashed passes, which get all
+        the time they need, nor for the profiler, after which no more important figures follow.
     """
     if phase.is_repeated:
         left_s -= PROFILE_S * profiles

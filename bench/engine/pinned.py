@@ -1,4 +1,4 @@
-"""Pinned host memory that the output path takes."""
+"""Measures the pinned host memory that the output path uses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class PinnedMemory:
-    """Reads torch's pinned allocator, which all variants use, and leaves out what the engine holds anyway."""
+    """Reads torch's pinned allocator, which all variants use, and subtracts what the engine held from the start."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -16,7 +16,7 @@ class PinnedMemory:
         self._engine_bytes = self._read("current")
 
     def drop_cache(self) -> None:
-        """Give back what earlier passes left in the allocator's cache."""
+        """Release the memory that earlier passes left in the allocator's cache."""
         if torch.cuda.is_available():
             torch._C._host_emptyCache()
 
@@ -26,14 +26,14 @@ class PinnedMemory:
             torch.cuda.reset_peak_host_memory_stats()
 
     def peak_bytes(self, *, ours: bool) -> int | None:
-        """Most pinned bytes since `start`, in use or cached; where ours is not the variant, without its slabs."""
+        """Most pinned bytes since `start`, in use or cached, without our runner's slabs unless `ours` is measured."""
         if not torch.cuda.is_available():
             return None
         idle = 0 if ours else self._packer_bytes()
         return max(0, self._read("peak") - self._engine_bytes - idle)
 
     def _packer_bytes(self) -> int:
-        path = vars(self._runner).get("_omni_runner_path")  # stays there when another class is put under the runner
+        path = vars(self._runner).get("_omni_runner_path")  # stays there when the runner's class is replaced
         pack = None if path is None else path.stats().pack
         return 0 if pack is None else pack.pinned_bytes
 

@@ -1,4 +1,4 @@
-"""What one stage measures in its turns. Every result is written at once."""
+"""The measurements of one stage in its turns. Every result is written immediately."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from bench.engine.bench import Bench
 
 LAG_STEPS = 240
-STUCK_S = 60.0  # after which a process ends that should have finished one measurement long ago
-# Seconds that a thing may take, until one of its kind has been done here.
+STUCK_S = 60.0  # time limit of one measurement, after which the process is ended
+# Seconds that a measurement is expected to take, until one of its kind has been timed here.
 EXPECTED_S = {"cells": 6.0, "consumer": 6.0, "backlog reference": 8.0, "backlog": 14.0, "traces": 4.0, "profile": 8.0}
-_STOCK_AND_OURS = ("stock", "ours")  # of which alone the costlier extras are made
-_MARGIN = 1.2  # on what the last one took
+_STOCK_AND_OURS = ("stock", "ours")  # the only variants for which the costlier extras are run
+_MARGIN = 1.2  # factor on the duration of the last one of its kind
 CellKey = tuple[str, int, bool]  # variant, requests, sender
 
 
 class Plan:
-    """What a stage measures.
+    """The measurements of one stage.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class Plan:
     args
         The command line of `stage_process`.
     facts
-        Of the results file: `engine`, `gpu`, `versions`.
+        Fields of the results file: `engine`, `gpu`, `versions`.
     say
         Prints a line to the log.
     """
@@ -70,7 +70,7 @@ class Plan:
         }
 
     def turn(self, phase: Phase, seconds: float) -> None:
-        """Do a phase within about so many seconds; what there is no time for is noted as skipped."""
+        """Do a phase within about `seconds`; measurements for which there is no time are noted as skipped."""
         self.deadline = time.monotonic() + seconds
         most = max(self.args.requests)
         if phase.name == "cells":
@@ -116,7 +116,7 @@ class Plan:
     def _round(self, requests: int) -> None:
         """Measure all variants, one after the other, without and with the sender.
 
-        From the first to the last and from the last to the first in turns, since hosts change while they work.
+        The order of the variants alternates between forwards and backwards, since a host's speed changes over time.
         """
 
         def measure(variant: str, sender: bool) -> None:
@@ -133,7 +133,7 @@ class Plan:
                 self._attempt(name, kind, partial(measure, variant, sender))
 
     def _consumer(self, requests: int) -> None:
-        """With the sender, and a process that takes its chunks."""
+        """Measure all variants with the sender and a process that takes its chunks."""
 
         def measure(variant: str) -> None:
             cell = self.consumed[variant, requests]
@@ -165,7 +165,7 @@ class Plan:
                     self._attempt(name, "profile", partial(profile, variant, sender))
 
     def _backlog(self, requests: int) -> None:
-        """A consumer that lags without limit, for stock and ours."""
+        """Measure stock and ours with a consumer that lags without limit."""
         trails: dict[str, Trail] = {}
 
         def reference() -> None:
@@ -204,9 +204,9 @@ class Plan:
         self.bench.save_traces(self.args.scratch / "traces" / self.args.stage, about)
 
     def _attempt(self, name: str, kind: str, action: Callable[[], None]) -> None:
-        """Do it if there is time for what the last one of its kind took; a failure is noted, and the next one tried.
+        """Run `action` if there is time for as long as the last one of its kind took; a failure is noted, not raised.
 
-        The hashed passes are done whatever they take, unless there is no time at all.
+        The hashed passes run however long they take, unless no time is left at all.
         """
         expected_s = 0.0
         if kind != "verify":
@@ -216,7 +216,7 @@ class Plan:
             if name not in self.done and name not in self.result["skipped"]:
                 self.result["skipped"].append(name)
         else:
-            faulthandler.dump_traceback_later(STUCK_S, exit=True)  # says where; what has been measured is written
+            faulthandler.dump_traceback_later(STUCK_S, exit=True)  # prints where it hangs; earlier results are on disk
             try:
                 action()
                 self.took_s[kind] = _MARGIN * (time.monotonic() - start)
@@ -230,7 +230,7 @@ class Plan:
         self.write()
 
     def write(self) -> None:
-        """Write everything measured so far, complete or not at all."""
+        """Write everything measured so far, atomically."""
         self.result["rows"] = [
             self._row(variant, sender, requests, cell)
             for (variant, requests, sender), cell in self.cells.items()

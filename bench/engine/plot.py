@@ -3,8 +3,8 @@
 python -m bench.engine.plot bench/results/nvidia-h200 --into docs/figures
 
 `gap.svg` shows consecutive decode steps of a stage, stock above ours on one time scale, and the gap between them.
-`throughput.svg` shows tokens per second and step times of every variant with the sender thread, its chunks unread and
-taken, and without.
+`throughput.svg` shows tokens per second and step times of every variant: without the sender thread, and with it, its
+chunks unread or taken by a process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COLOURS = {
     "sample_tokens": "#94a3b8", "snapshot": "#f59e0b", "output_object": "#dc2626", "get_output": "#ede9fe",
     "update": "#e2e8f0", "builder": "#7c3aed", "send": "#10b981",
 }  # fmt: skip
-# What each lane shows, the later ones on top of the earlier ones.
+# The spans that each lane shows; later ones are drawn on top of earlier ones.
 LANES = (
     ("GPU", ("kernels", "forward")),
     ("copies to host", ("copies",)),
@@ -87,7 +87,7 @@ class Drawing:
 
 
 def draw_gap(gap: Mapping[str, Any], engine: str, stage: str, sender: bool = True) -> str:
-    """Consecutive decode steps of stock and ours."""
+    """Draw consecutive decode steps of stock and ours."""
     found = gap["stages"][f"{engine} {stage}"]
     suffix = "_sender" if sender else ""
     panels = [(variant, found[f"{variant}{suffix}"]) for variant in ("stock", "ours") if f"{variant}{suffix}" in found]
@@ -148,7 +148,7 @@ def _axis(drawing: Drawing, longest_us: float, scale: float) -> None:
 
 
 def _tick(span: float) -> float:
-    """A round distance that divides `span` into at most ten."""
+    """A round tick distance that divides `span` into at most ten parts."""
     tick = 10.0 ** len(str(int(span)))
     for finer in (5, 2.5, 2, 1, 0.5, 0.25, 0.2, 0.1, 0.05, 0.02, 0.01):
         candidate = finer * 10 ** (len(str(int(span))) - 1)
@@ -175,9 +175,9 @@ def _legend(
 
 
 def draw_throughput(result: Mapping[str, Any], engine: str, stages: Sequence[str], requests: int = 64) -> str:
-    """Bars of tokens per second by stage and variant: with chunks that nobody takes, with a reader, and a mark without.
+    """Draw tokens per second by stage and variant: bars for unread and for read chunks, a mark for no sender.
 
-    Beside each stands p50 and p99 of the step.
+    Beside each bar are p50 and p99 of the step time.
     """
     found = _throughput_rows(result, engine, requests)
     kinds = [kind for kind in _KINDS if any(key[2] == kind for key in found)]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-# Methods of the runner, by the name of their figure. The builder runs on a background thread.
+# Methods of the runner and the names of their figures. The builder runs on a background thread.
 RUNNER_METHODS = {
     "execute_model": "execute_model",
     "_snapshot_omni_output_tensors_for_async_output": "snapshot",
@@ -19,11 +19,11 @@ RUNNER_METHODS = {
 }
 SCHEDULER_METHODS = {"schedule": "schedule", "update_from_output": "update"}
 OUTPUT_METHODS = {"__init__": "output_object", "get_output": "get_output"}
-TAIL_STEPS = 3  # the last steps run without a step behind them
+TAIL_STEPS = 3  # left out, as no further steps follow these
 
 
 class Span(NamedTuple):
-    """One call: when, and what its thread had of the CPU."""
+    """One call: its start and end, and the CPU time of its thread."""
 
     start_ns: int  # of time.perf_counter_ns
     end_ns: int
@@ -34,13 +34,13 @@ class Span(NamedTuple):
 class Probes:
     """Times the calls of a live engine while `on`.
 
-    The methods are found through the class at every call, since variants put another class under the live runner.
+    The methods are looked up in the class at every call, since variants replace the class of the live runner.
     """
 
     def __init__(self, runner: Any, scheduler: Any) -> None:
         self.on = False
         self.spans: defaultdict[str, list[Span]] = defaultdict(list)
-        self.gc_us: list[float] = []  # pauses for garbage collection, whichever thread made them
+        self.gc_us: list[float] = []  # garbage collection pauses, of any thread
         self._gc_start_ns = 0
         gc.callbacks.append(self._watch_gc)
         self._watched: set[type] = set()
@@ -60,7 +60,7 @@ class Probes:
         self.on = False
 
     def timed(self, key: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, timed under `key`; of nested calls under one key the outermost counts."""
+        """Wrap `function` so that it is timed under `key`; of nested calls under one key, only the outermost counts."""
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ class Probes:
             self.gc_us.append((time.perf_counter_ns() - self._gc_start_ns) / 1e3)
 
     def _watch_output(self, output: Any) -> None:
-        """Time the class of asynchronous outputs; seen first in the passes before a measured one."""
+        """Time the class of asynchronous outputs, which first appears in the passes before a measured one."""
         output_cls = type(output)
         if output_cls in self._watched or not hasattr(output_cls, "get_output"):
             return
@@ -109,7 +109,7 @@ class Probes:
 
 
 def step_times_us(spans: Sequence[Span], warmup_steps: int) -> list[float]:
-    """Times between two starts of `execute_model`, in microseconds."""
+    """Times between consecutive starts of `execute_model`, in microseconds."""
     return steady([(after.start_ns - before.start_ns) / 1e3 for before, after in pairwise(spans)], warmup_steps)
 
 
@@ -118,7 +118,7 @@ def wall_us(spans: Sequence[Span], warmup_steps: int) -> list[float]:
 
 
 def steady(values: list[float], warmup_steps: int) -> list[float]:
-    """Without the first and the last steps, where so many are there."""
+    """Drop the first and the last steps, unless that would leave none."""
     return values[warmup_steps:-TAIL_STEPS] or values
 
 

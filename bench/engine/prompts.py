@@ -15,18 +15,18 @@ from vllm_omni.engine import OmniEngineCoreRequest
 
 IM_START, IM_END, USER, ASSISTANT, NEWLINE = 151644, 151645, 872, 77091, 198
 FINAL_STAGE_ID = 2
-Prompt = tuple[list[int], dict[str, Any]]  # token ids, and what the stage is given beside them
+Prompt = tuple[list[int], dict[str, Any]]  # token ids, and the other inputs of the stage
 
 
 class RequestMaker:
-    """Makes what `EngineCore.add_request` takes.
+    """Makes the arguments of `EngineCore.add_request`.
 
     Parameters
     ----------
     stage
-        Its name; each has prompts of its own.
+        Name of the stage; each stage has its own kind of prompt.
     greedy
-        Sample greedily; otherwise at temperature 0.9.
+        Whether to sample greedily; otherwise at temperature 0.9.
     prompt_tokens
         Length of the user's turn; TTS prompts have a fixed length.
     """
@@ -39,7 +39,7 @@ class RequestMaker:
         self._hf_config = config.model_config.hf_config
 
     def make(self, request_id: str, index: int, steps: int, seeded: bool) -> tuple[Any, int]:
-        """A request of `steps` output tokens; a `seeded` one samples from a generator of its own."""
+        """Make a request of `steps` output tokens; a `seeded` one samples from its own random generator."""
         random = torch.Generator().manual_seed(1234 + index)
         token_ids, buffer = self._prompt(random, steps)
         buffer["omni_final_stage_id"] = FINAL_STAGE_ID  # as the orchestrator marks a request that later stages serve
@@ -98,4 +98,4 @@ class RequestMaker:
     def _tts(self, random: torch.Generator, _steps: int) -> Prompt:
         text = " ".join(f"w{word}" for word in self._words(random, 40))
         buffer = {"text": [text], "task_type": ["CustomVoice"], "speaker": ["vivian"], "language": ["English"]}
-        return [1] * 64, buffer  # any length will do: the model makes its own prompt embeddings
+        return [1] * 64, buffer  # the length is arbitrary: the model makes its own prompt embeddings

@@ -18,7 +18,7 @@ _SNAPSHOT = "_snapshot_omni_output_tensors_for_async_output"
 
 @contextmanager
 def record(runner: Any, path: Path, about: dict[str, Any], steps: int) -> Iterator[None]:
-    """Write what the runner's snapshot method is given in the first `steps` steps: a trace at `path`."""
+    """Record the arguments of the runner's snapshot method in the first `steps` steps as a trace at `path`."""
     writer = TraceWriter()
     execute, snapshot = runner.execute_model, getattr(runner, _SNAPSHOT)
     scheduled: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""Put results together and read them.
+"""Merge results of several runs and print their tables.
 
-python -m bench.engine.report OUT... --into bench/results/nvidia-h200    # one file of several runs, e.g. of two engines
-python -m bench.engine.report OUT                                 # the tables
+python -m bench.engine.report OUT... --into bench/results/nvidia-h200    # merge several runs, e.g. of two engines
+python -m bench.engine.report OUT                                        # only print the tables
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COLUMNS = ("step", "sample_tokens", "snapshot", "output_object", "builder", "ge
 
 
 def merge(parts: Sequence[Row], commit: str | None = None) -> dict[str, dict[str, Any]]:
-    """Results of single stages, measured at a commit, as one: `engine` for engine.json, `gap` for gap.json."""
+    """Merge results of single stages, measured at `commit`, into `engine` for engine.json and `gap` for gap.json."""
     gpus = sorted({part["gpu"] for part in parts if part["gpu"]})
     engine: dict[str, Any] = {
         "bench": "engine",
@@ -46,14 +46,14 @@ def merge(parts: Sequence[Row], commit: str | None = None) -> dict[str, dict[str
 
 
 def join(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """Results of several calls as one: of each list, and each engine, stage and number of requests, the latest entries.
+    """Merge several runs, keeping in each list the latest entries of each engine, stage and number of requests.
 
-    What was skipped or failed is told of the latest run of a stage only. Each entry says which commit it is of.
+    Skipped and failed work is kept for the latest run of a stage only. Each entry names its commit.
 
     Raises
     ------
     UsageError
-        There are no such results, or they can't be read.
+        A folder has no such results, or they can't be read.
     """
     found = [read_engine(folder) for folder in folders]
     whole: dict[str, Any] = {**found[-1], "versions": {}, **{name: [] for name in _LISTS}}
@@ -75,12 +75,12 @@ def join(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
 
 
 def read_engine(folder: Path) -> dict[str, Any]:
-    """The engine.json of a folder that `bench.engine.run` wrote."""
+    """Read the engine.json of a folder that `bench.engine.run` wrote."""
     return read_result(folder / "engine.json", "engine", ("gpu", "commit", "versions", *_LISTS))
 
 
 def read_gap(folder: Path) -> dict[str, Any]:
-    """Its gap.json; without any stage where there is none."""
+    """Read the gap.json of such a folder; the result has no stages if there is no such file."""
     file = folder / "gap.json"
     return read_result(file, "engine_gap", ("gpu", "stages")) if file.exists() else {"gpu": None, "stages": {}}
 
@@ -118,7 +118,7 @@ def summary(result: Row) -> str:
     lines += [
         f"* CHUNKS DIFFER: {_of(entry)} {entry['variant']} {entry['requests']}: {entry['chunk_difference']}"
         for entry in result["verify"]
-        if entry["stage"] == "thinker" and entry["chunk_difference"]  # of other stages they depend on the load
+        if entry["stage"] == "thinker" and entry["chunk_difference"]  # chunks of other stages depend on the load
     ]
     lines += [f"* FAILED: {_of(entry)} {entry['at']}" for entry in result["errors"]]
     if skipped := len(result["skipped"]):
@@ -134,7 +134,7 @@ _USUAL_PATH = ("columns", "empty", "tokens_packed", "token_copies")
 
 
 def _not_packed(rows: Sequence[Row]) -> list[str]:
-    """Steps of ours that took another path than the packed columns: their figures are not ours."""
+    """List the rows with steps that did not take the path of packed columns: their figures do not measure ours."""
     lines = []
     for row in rows:
         others = {name: count for name, count in row["path"].items() if count and name not in _USUAL_PATH}
@@ -148,9 +148,9 @@ def _of(entry: Row) -> str:
 
 
 def targets(result: Row) -> list[str]:
-    """The figures that the project aims at, of each engine: what was found, what was aimed at, and whether it is met.
+    """Tables of the project's targets for each engine: the target, what was found, and whether it is met.
 
-    What has the sender in it is given twice: with nobody taking the chunks, and with a process that takes them.
+    Figures with the sender are given twice: with nobody taking the chunks, and with a process that takes them.
     """
     lines = []
     for engine in sorted({row["engine"] for row in _all_rows(result)}):
@@ -169,7 +169,7 @@ def targets(result: Row) -> list[str]:
 
 
 class _Measured:
-    """Figures of one engine and stage, a KeyError where there are none; `consumed`: with a reader for the chunks."""
+    """Figures of one engine and stage; with a reader of the chunks if `consumed`. Missing ones raise KeyError."""
 
     def __init__(self, result: Row, engine: str, stage: str, *, consumed: bool) -> None:
         def is_here(row: Row) -> bool:
@@ -177,7 +177,7 @@ class _Measured:
 
         rows = [row for row in result["rows"] if is_here(row) and not (consumed and row["sender"])]
         rows += [row for row in result["consumed"] if is_here(row) and consumed]
-        if consumed:  # of one run only
+        if consumed:  # rows of one run only
             commits = {row.get("commit") for row in rows if row["sender"]}
             rows = [row for row in rows if row.get("commit") in commits]
         self._rows = {(row["variant"], row["sender"]): row for row in rows}
@@ -193,11 +193,11 @@ class _Measured:
         return float(figures[quantile])
 
     def less(self, key: str, sender: bool) -> float:
-        """How many times less ours takes than stock."""
+        """The time of stock divided by the time of ours."""
         return self.us(key, "stock", sender) / self.us(key, "ours", sender)
 
     def handover(self) -> float:
-        """How many times less snapshot and output object take than stock's."""
+        """The time of snapshot and output object together, stock divided by ours."""
 
         def both(variant: str) -> float:
             return self.us("snapshot", variant, False) + self.us("output_object", variant, False)
@@ -227,7 +227,7 @@ class Aim:
 
 
 AIMS_REQUESTS = 64
-_BUDGET_MIB = 1024  # pinned memory that a packer of ours takes at most, unless told otherwise
+_BUDGET_MIB = 1024  # default limit of the pinned memory of a packer
 _HANDOVER = Aim("snapshot + output object, stock / ours", _Measured.handover, ">=", 5)
 AIMS: dict[str, tuple[Aim, ...]] = {
     "thinker": (

@@ -1,9 +1,9 @@
-"""Measure the real engine on this GPU: stock, stock with batched clones, ours; with and without a sender.
+"""Measure the real engine on this GPU: stock, patched variants of stock, and ours; with and without a sender.
 
 python -m bench.engine.run --out OUT [--engine FOLDER]
 
-Each stage runs in a process of its own. They start side by side, which takes minutes, and measure in turns: first the
-hashed passes of all stages, then the table from the most requests down, then the extras (`phases.py`). OUT gets
+Each stage has its own process. The processes start in parallel, which takes minutes, and measure in turns: first the
+hashed passes of all stages, then the table in descending order of requests, then the extras (`phases.py`). OUT gets
 engine.json (rewritten as results come in), gap.json, profiles.tar, traces.tar and logs/.
 """
 
@@ -31,9 +31,9 @@ from bench.engine.stages import EXTRAS, STAGES, VARIANTS
 
 SECONDS_APART = 4.0  # between two starts: an engine measures the GPU's free memory while it starts
 GRACE_S = 15.0
-# Share of the remaining time, where all stages have a phase still to come: thinker has the most to measure.
+# Shares of the remaining time while all stages still have the phase to do: thinker has the most to measure.
 SHARES = {"thinker": 0.48, "tts": 0.25, "talker": 0.27}
-# The backlog is the Thinker's alone: its payloads are the large ones.
+# Only the Thinker has the extra `backlog`, since its payloads are the large ones.
 STAGE_EXTRAS = {"thinker": EXTRAS, "tts": ("profile", "consumer", "traces"), "talker": ("profile", "traces")}
 
 
@@ -48,9 +48,9 @@ class Child:
     Attributes
     ----------
     phases
-        Still to come, with their rank among those of all stages.
+        Phases still to do, each with its rank among all phases.
     turns
-        That it has been given.
+        Number of turns that it has been given.
     """
 
     stage: str
@@ -74,7 +74,7 @@ class Child:
         return (int(done.read_text() or 0) if done.exists() else 0) >= self.turns
 
     def go(self, phase: Phase, seconds: float) -> None:
-        """Let it measure for so many seconds."""
+        """Let the process do a phase for up to `seconds`."""
         assert self.process.stdin is not None
         self.turns += 1
         try:
@@ -84,7 +84,7 @@ class Child:
             pass  # it has ended by itself
 
     def end(self, patience_s: float = 0.0) -> int:
-        """End it, by itself if it does so in time; returns its exit status."""
+        """Let the process end by itself within `patience_s`, else kill it; returns its exit status."""
         try:
             if self.process.stdin is not None and not self.process.stdin.closed:
                 self.process.stdin.close()
@@ -98,7 +98,7 @@ class Child:
 
 
 class Session:
-    """All stages of one call."""
+    """All stages of one run of this program."""
 
     def __init__(self, args: argparse.Namespace, scratch: Path) -> None:
         self.args = args
@@ -129,7 +129,7 @@ class Session:
             say(f"{stage}: process {process.pid}")
 
     def wait_until_ready(self) -> None:
-        """Wait for all engines, but not for those that failed, nor longer than leaves time to measure."""
+        """Wait for the engines that have not failed, but only as long as time is left to measure."""
         latest = time.monotonic() + 0.55 * (self.deadline - time.monotonic())
         while time.monotonic() < latest:
             if all(child.ready or not child.alive for child in self.children):
@@ -139,13 +139,13 @@ class Session:
             say(f"{child.stage}:", "ready" if child.ready else "still starting" if child.alive else "FAILED to start")
 
     def measure(self) -> None:
-        """Give the stages their turns. One that starts late catches up before anything less important is done."""
+        """Give the stages their turns. A stage that starts late catches up before anything less important is done."""
         while waiting := [child for child in self.children if child.phases and child.alive]:
             if time.monotonic() > self.deadline - GRACE_S:
                 break
             ready = [child for child in waiting if child.ready]
             if ready:
-                # The first of the most important; stages come in the order of SHARES.
+                # The most important phase first; stages with the same phase in the order of SHARES.
                 self._turn(min(ready, key=lambda child: (child.phases[0][0], list(SHARES).index(child.stage))), waiting)
             else:
                 time.sleep(0.3)
@@ -166,7 +166,7 @@ class Session:
             child.phases.pop(0)
 
     def _finish(self, child: Child) -> None:
-        """End a process, and note what it has not come to."""
+        """End a process, and note the phases that it has not finished."""
         ready, alive, idle = child.ready, child.alive, child.is_idle
         status = child.end(patience_s=GRACE_S / 3 if ready and idle else 0.0)
         say(f"{child.stage}: exit status {status}")
@@ -184,7 +184,7 @@ class Session:
         self.skipped += [{"stage": child.stage, "what": what} for what in left]
 
     def _phases(self, stage: str) -> list[tuple[int, Phase]]:
-        """Those of a stage, with their rank among those of all stages."""
+        """The phases of a stage, each with its rank among all phases."""
         phases = all_phases(self.args.requests, self.args.rounds, self.args.extras)
         return [(at, phase) for at, phase in enumerate(phases) if phase.name not in _other_extras(stage)]
 
@@ -200,7 +200,7 @@ class Session:
         return found["engine"]
 
     def pack(self) -> None:
-        """Raw profiles and traces, one file each."""
+        """Pack the raw profiles into one archive and the traces into another."""
         for name, files in (
             ("profiles", sorted(self.scratch.glob("profile-*.json.gz"))),
             ("traces", sorted(self.scratch.glob("traces/*"))),

@@ -1,4 +1,4 @@
-"""The connector's sender: its thread takes each payload, makes the next stage's input of it and writes a chunk."""
+"""The connector's sender: its thread converts each payload into the next stage's input and writes it as a chunk."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class Sender:
     off
         As for a stage without a successor: the thread runs, but turns no payload into a chunk.
     on
-        The stage's own conversion, and shared-memory chunks that nobody reads: as many as the thread manages.
+        The thread runs the stage's own conversion and writes as many shared-memory chunks as it can; nothing reads them
+        unless `consume_chunks` runs.
     stuck
-        The first chunk is never done, so every payload stays in the queue: a consumer that lags without limit.
+        The first chunk is never finished, so every payload stays in the queue, as if a consumer lagged without limit.
     """
 
     def __init__(self, scheduler: Any, conversion: Any, probes: Probes) -> None:
@@ -51,7 +52,7 @@ class Sender:
         self._adapter.custom_process_next_stage_input_func = self._conversion if on else None
 
     def hold(self) -> None:
-        """Get stuck at the next payload."""
+        """Make the thread get stuck at the next payload."""
         self._released.clear()
 
     def held(self) -> list[Any]:
@@ -71,14 +72,14 @@ class Sender:
         return True
 
     def reset(self) -> None:
-        """Drop the backlog and remove the chunks, so that the next pass starts from nothing."""
-        self._dropping = True  # the thread empties its queue itself: it does not expect others to
+        """Drop the backlog and remove the chunks, so that the next pass starts with an empty queue."""
+        self._dropping = True  # the thread empties its queue itself: it does not expect other threads to
         self._released.set()
         self.settle(5.0)
         self._dropping = False
         self.chunks = 0
         connector = self._adapter.connector
-        # 0.30 goes on polling the chunks it has written, also when idle; 0.26 only remembers them, and has no lock.
+        # 0.30 keeps polling the chunks it has written, even when idle; 0.26 only remembers them, and has no lock.
         with getattr(connector, "_pending_keys_lock", nullcontext()):
             connector._pending_keys.clear()
         for path in chunk_files(os.getpid()):
@@ -99,7 +100,7 @@ class Sender:
         if self.trail is not None:
             key, data = kwargs["put_key"], kwargs["data"]
             request_id = key.rsplit("_", 2)[0]  # <request>_<stage>_<chunk>
-            # Token ids are those of the moment at which the thread came to it: of no interest here.
+            # Token ids depend on the moment at which the thread handles the payload, so they are not compared.
             entry = tuple(line for line in signature(data, request_id) if not line.startswith("ids."))
             self.trail.chunks[request_index(request_id)].append(entry)
         result = self._put(*args, **kwargs)

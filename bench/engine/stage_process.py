@@ -1,7 +1,7 @@
-"""One stage in a process of its own: starts its engine, then waits for its turns and measures.
+"""Run one stage in its own process: start its engine, then wait for turns and measure.
 
-Started by `bench.engine.run`, which writes a line to its standard input when it is its turn: the number of seconds and
-the phase. The number of turns that are over goes to a file beside the results. The end of the input ends the process.
+`bench.engine.run` starts this program and writes a line to its standard input for each turn: the number of seconds and
+the phase. The number of finished turns is written to a file beside the results. The program ends when its input ends.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def _leave(status: int) -> NoReturn:
-    """End at once: the engine's threads don't end by themselves."""
+    """End the process immediately, since the engine's threads don't end by themselves."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

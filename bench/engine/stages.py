@@ -1,4 +1,4 @@
-"""The stages that the bench runs: which model, which part of it, and how long."""
+"""The stages that the bench runs: the model, the part of it that runs, and the number of steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _CONVERSIONS = "vllm_omni.model_executor.stage_input_processors"
 _QWEN3_OMNI = {"model_arch": "Qwen3OmniMoeForConditionalGeneration", "skip_mm_profiling": True}
 
 
-#: What is compared; `variants.py` puts them into a live engine.
+#: The compared variants; `variants.py` puts them into a live engine.
 VARIANTS = ("stock", "stock_batched_clones", "stock_tuned", "ours")
-#: Beside the table: timelines of a few steps, a process that takes the chunks, a consumer that lags without limit, and
-#: recorded steps.
+#: Measured in addition to the table: timelines of a few steps, a process that takes the chunks, a consumer that lags
+#: without limit, and recorded steps.
 EXTRAS = ("profile", "consumer", "backlog", "traces")
 
 
@@ -32,7 +32,7 @@ class Stage:
     greedy
         Whether sampling is greedy; otherwise it is seeded in the compared passes.
     config
-        What the engine's arguments say about it.
+        The engine arguments that are specific to the stage.
     """
 
     model: str

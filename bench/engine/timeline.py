@@ -1,7 +1,7 @@
 """A few decode steps under torch's profiler, and the gap between them.
 
 Only the device side is profiled; host spans come from the bench's own timers, since profiling every torch call would
-slow down just what is to be shown. `analyse` needs no GPU: it works on what `Profile.to_json` gave.
+slow down the very code that is shown. `analyse` needs no GPU: it works on the output of `Profile.to_json`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from bench.engine.probes import Probes, Span
 
 FIRST_STEP, NUM_STEPS = 24, 14
-SETTLING_STEPS = 3  # under the profiler, left out of the figures
+SETTLING_STEPS = 3  # first steps under the profiler, left out of the figures
 DRAWN_STEPS = 3
 _HOST_LANES = ("execute_model", "sample_tokens", "snapshot", "output_object", "get_output", "update", "builder", "send")
 
@@ -37,9 +37,9 @@ class Profile:
     spans
         Calls on the host by name: `[start, end]`.
     device
-        Kernels and copies: `[start, end, stream, kind, launch]`, the kind being kernel or copy.
+        Kernels and copies: `[start, end, stream, kind, launch]`, where `kind` is kernel or copy.
     launches
-        Calls that launched them, by number: `[start, is_graph]`.
+        Calls that launched them, by launch number: `[start, is_graph]`.
     """
 
     spans: dict[str, list[list[float]]]
@@ -59,14 +59,14 @@ class Recorder:
         self._probes = probes
         self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         self._synchronized_ns = 0
-        self._origin_ns = 0  # of perf_counter
+        self._origin_ns = 0  # start of the profiler by perf_counter_ns
 
     def on_step(self, step: int) -> None:
         if step == FIRST_STEP:
             self._profiler.start()
             self._origin_ns = time.perf_counter_ns()
             self._epoch_ns = time.time_ns() - time.perf_counter_ns()
-            # A call that both clocks see: the profiler's need not be the system's.
+            # Both clocks record this call, which aligns them: the profiler's may differ from the system's.
             self._synchronized_ns = time.perf_counter_ns()
             torch.cuda.synchronize()
             self._probes.start()
@@ -98,12 +98,12 @@ def profiled_steps(probes: Probes) -> Iterator[Recorder]:
 def read_trace(
     trace: dict[str, Any], *, spans: dict[str, list[Span]], epoch_ns: int, origin_ns: int, synchronized_ns: int
 ) -> Profile:
-    """Bring a chrome trace and the host's spans onto one clock.
+    """Convert a Chrome trace and the host's spans to one clock.
 
     Parameters
     ----------
     epoch_ns
-        What to add to `perf_counter_ns` for the time since 1970.
+        Nanoseconds to add to `perf_counter_ns` to get the time since 1970.
     origin_ns, synchronized_ns
         When the profiler was started and when the device was synchronized, by `perf_counter_ns`.
     """
@@ -181,11 +181,11 @@ def _forward_passes(
 
 
 def _lanes(profile: dict[str, Any], forwards: list[tuple[float, float]], steps_us: list[float]) -> dict[str, Any]:
-    """The consecutive steps whose length together is nearest to the median."""
+    """The lanes of those consecutive steps whose mean length is nearest to the median."""
     typical = median(steps_us) * DRAWN_STEPS
     first = min(range(len(steps_us) - DRAWN_STEPS + 1), key=lambda i: abs(sum(steps_us[i : i + DRAWN_STEPS]) - typical))
     origin = forwards[first][0]
-    window = (origin, forwards[first + DRAWN_STEPS][0] + 0.02 * typical)  # up to the start of the next one
+    window = (origin, forwards[first + DRAWN_STEPS][0] + 0.02 * typical)  # up to just after the next one starts
     kernels = [(entry[0], entry[1]) for entry in profile["device"] if entry[3] == "kernel"]
     copies = [(entry[0], entry[1]) for entry in profile["device"] if entry[3] == "copy"]
     drawn = {

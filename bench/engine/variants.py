@@ -1,4 +1,4 @@
-"""What is compared: the stock runner, stock with a patch of a few lines, and ours. All in one live engine."""
+"""The compared variants, all in one live engine: the stock runner, stock with a patch of a few lines, and ours."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from bench.engine.stages import VARIANTS
 from omni_runner import interpreter
 
 OURS = "omni_runner.PackedGPUARModelRunner"
-# Where the engine's builder takes `to_payload_element` from: 0.30, and before.
+# Modules from which the engine's builder takes `to_payload_element`: in 0.30, and in earlier versions.
 _BUILDER_MODULES = ("vllm_omni.worker.output.payload_build", "vllm_omni.worker.gpu_ar_model_runner")
 _BUILDER = "_build_omni_model_runner_output_from_snapshot"
 
 
 class Variants:
-    """Applies a variant to the live runner: by its class, replaced in place, and by the patch."""
+    """Applies a variant to the live runner by replacing its class in place and by installing or removing the patch."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -31,7 +31,7 @@ class Variants:
         if variant not in VARIANTS:
             raise ValueError(f"variant {variant!r}: expected one of {', '.join(VARIANTS)}")
         self._patch.install(variant in ("stock_batched_clones", "stock_tuned"))
-        # What ours asks of Python is part of ours, and of nothing else but `stock_tuned`.
+        # The interpreter settings of ours belong to ours and to `stock_tuned` only.
         interpreter.restore(self)
         path = getattr(self._runner, "_omni_runner_path", None)
         if path is not None:
@@ -48,9 +48,9 @@ class Variants:
 class BatchedClones:
     """The stock builder with one clone per payload key and step instead of one per request.
 
-    Stock clones the elements of lists (a Thinker's embeddings, say) for each request on its own. Here the first request
-    that asks for one makes the copies of all requests with one call, and hands out their rows: a patch of a few lines
-    that removes most of the builder's torch calls, and so what ours has to be compared with.
+    Stock clones the elements of lists (for example a Thinker's embeddings) for each request separately. Here the first
+    request that needs an element makes the copies for all requests with one call, and each request gets one row of
+    them. This patch of a few lines removes most of the builder's torch calls, so ours has to be compared with it.
     """
 
     def __init__(self, runner_cls: type) -> None:
@@ -61,10 +61,10 @@ class BatchedClones:
         if not self._modules:
             raise RuntimeError("to_payload_element is in none of " + ", ".join(_BUILDER_MODULES))
         self._stock_element = self._modules[0].to_payload_element
-        self._step = threading.local()  # of the thread that builds: its number of requests and its copies
+        self._step = threading.local()  # of the building thread: its step's number of requests and copies
 
     def install(self, on: bool) -> None:
-        """Put the patch in or take it out."""
+        """Install or remove the patch."""
         setattr(self._runner_cls, _BUILDER, self._patched_builder() if on else self._build)
         element = self._patched_element() if on else self._stock_element
         for module in self._modules:
@@ -89,7 +89,7 @@ class BatchedClones:
                 held, rows = step.rows.get(id(element), (None, None))
                 if held is None:
                     rows = _copies(element, step.requests)
-                    step.rows[id(element)] = element, rows  # holding it keeps its id its own
+                    step.rows[id(element)] = element, rows  # holding it keeps its id unique
                 if rows is not None:
                     return rows[idx]
             return stock(element, idx, start, end, pass_lists_through, **lengths)
@@ -98,7 +98,7 @@ class BatchedClones:
 
 
 def _copies(element: list[Any], requests: int) -> tuple[Tensor, ...] | None:
-    """One copy per request of the step, made with one call; None where the elements don't make one tensor."""
+    """One copy per request of the step, made with one call; None where the elements don't fit one tensor."""
     if not element or not all(isinstance(item, Tensor) for item in element):
         return None
     first = element[0]

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from spanpack import Plan
 
-POISON = 0xA5  # what a destination holds before anything is written; neither 0 nor 1, odd as float, out of bool's range
+POISON = 0xA5  # fills a destination before anything is written; neither 0 nor 1, unusual as float, invalid as bool
 
 
 def poisoned(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
-    """Bytes that show what was written and what was not, ``[nbytes] uint8``."""
+    """A poisoned buffer, which shows what is written and what is not, ``[nbytes] uint8``."""
     return torch.full((nbytes,), POISON, dtype=torch.uint8, device=device)
 
 
@@ -29,7 +29,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def assert_same(found: Tensor, expected: Tensor, where: str = "tensor") -> None:
-    """Same dtype, rank, shape and bytes; for opaque tensors, same kind and values."""
+    """Assert the same dtype, rank, shape and bytes; for opaque tensors, the same kind and values."""
     assert isinstance(found, Tensor), f"{where}: {type(found).__name__} instead of a tensor"
     assert found.device.type == "cpu", f"{where}: on {found.device}"
     assert (found.dtype, found.shape, found.layout) == (expected.dtype, expected.shape, expected.layout), where
@@ -42,7 +42,7 @@ def assert_same(found: Tensor, expected: Tensor, where: str = "tensor") -> None:
 
 
 def assert_slab(slab: Tensor, plan: Plan, columns: Sequence[Tensor]) -> None:
-    """A slab that was poisoned holds these columns where the plan says, and every other byte is untouched."""
+    """Assert that a poisoned slab holds these columns where the plan says, and that all other bytes are untouched."""
     found = slab.cpu()
     untouched = torch.ones(len(found), dtype=torch.bool)
     for index, (column, expected) in enumerate(zip(plan.columns, columns, strict=True)):
@@ -58,7 +58,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def assert_same_tree(found: Any, expected: Any, where: str = "payload") -> None:
-    """Same containers, keys in the same order, same tensors and same plain values."""
+    """Assert the same containers, keys in the same order, the same tensors and the same plain values."""
     if isinstance(expected, Tensor):
         assert_same(found, expected, where)
         return

@@ -1,4 +1,4 @@
-"""Random cases through a packer and through the gather functions, against the oracle of random_cases.py."""
+"""Run random cases through a packer and the gather functions; compare with the oracle of random_cases.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.random_cases import Case, random_case
 try:
     import hypothesis
     from hypothesis import strategies as st
-except ImportError:  # a GPU host has no more than torch and pytest
+except ImportError:  # a GPU host may have only torch and pytest
     hypothesis = None  # type: ignore[assignment]
 
 ASKED = int(os.environ.get("SPANPACK_EXAMPLES", "0"))
@@ -30,8 +30,8 @@ FIRST_SEED = os.environ.get("SPANPACK_FIRST_SEED")
 def try_cases(check: Callable[[Case], None], examples: int) -> None:
     """Run a check on many cases: drawn and shrunk by hypothesis where it is installed, else seeded.
 
-    The environment variable ``SPANPACK_EXAMPLES`` overrules the number of examples. ``SPANPACK_FIRST_SEED`` makes them
-    others, the same for the same number, so that processes side by side need not try what another one tries.
+    The environment variable ``SPANPACK_EXAMPLES`` overrides the number of examples. ``SPANPACK_FIRST_SEED`` selects
+    reproducibly which examples are drawn, so that parallel processes can try different ones.
     """
     examples = ASKED or examples
     if hypothesis is None:
@@ -57,9 +57,9 @@ def try_cases(check: Callable[[Case], None], examples: int) -> None:
 
 
 def check_pack(case: Case, packer: Packer) -> None:
-    """Pack, overwrite all sources, compare every byte that every consumer got and what was counted.
+    """Pack, overwrite all sources, then compare every byte that every consumer got, and the packer's counters.
 
-    On the CPU the destination is full of poison before; a slab has what earlier cases left in it.
+    On the CPU the destination is filled with poison beforehand; a slab still holds the bytes of earlier cases.
     """
     payload = case.payload(packer.device.type)
     before = packer.stats()
@@ -83,7 +83,7 @@ def check_pack(case: Case, packer: Packer) -> None:
 
 
 class _PoisonedNumpy:
-    """NumPy, with poison in what it allocates: fresh memory may happen to hold the right bytes."""
+    """NumPy whose `empty` returns poisoned memory, since fresh memory may happen to hold the right bytes."""
 
     def __init__(self) -> None:
         self.allocations = 0
@@ -101,7 +101,7 @@ Gather = Callable[[Plan, Any, Tensor], None]
 
 
 def check_gather(case: Case, packer: Packer, gather: Gather) -> None:
-    """Gather into a poisoned slab: each column has the bytes that the packer found, and all gaps are untouched."""
+    """Gather into a poisoned slab; assert that each column has the packer's bytes and all gaps are untouched."""
     device = packer.device.type
     payload = case.payload(device)
     snapshot = packer.pack(payload, case.batch(), case.rules).snapshot

@@ -51,14 +51,14 @@ class FakeStream:
 
 
 class FakeDevice:
-    """The runtime of a device that does nothing by itself.
+    """The runtime of a device that runs queued work only when told to.
 
     Attributes
     ----------
     stream
         Handle of the current stream.
     launches, copies, uploads, stream_waits, host_waits
-        What has been asked for.
+        How often each has been requested.
     held
         Buffers whose memory was held back for the current stream.
     allocated_on
@@ -81,7 +81,7 @@ class FakeDevice:
         return self.stream
 
     def current_device(self) -> None:
-        """The index of the device, which is the CPU."""
+        """Return None, the index of the CPU."""
 
     def as_current(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -110,7 +110,7 @@ class FakeDevice:
         buffer = self.empty(nbytes)
         if self.stream in self._blocked or self._queues[self.stream]:
             self._queue(self.stream, buffer.zero_)
-        else:  # at once, as torch's own gather writes at once here
+        else:  # immediately, as torch's own gather also writes immediately here
             buffer.zero_()
         return buffer
 
@@ -130,7 +130,7 @@ class FakeDevice:
         self.uploads += 1
 
     def upload_pageable(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        assert torch.is_inference_mode_enabled() or not target.is_inference()  # what torch refuses
+        assert torch.is_inference_mode_enabled() or not target.is_inference()  # torch refuses the opposite
         taken, destination = source.clone(), target.data_ptr()
         self._queue(self.stream, lambda: ctypes.memmove(destination, taken.data_ptr(), taken.numel()))
 
@@ -166,7 +166,7 @@ class FakeDevice:
         self._queue(self.stream if stream is None else stream, work)
 
     def block(self, stream: int) -> None:
-        """Hold a stream up, as a long kernel does."""
+        """Block a stream, as a long kernel does."""
         self._blocked.add(stream)
 
     def unblock(self, stream: int) -> None:

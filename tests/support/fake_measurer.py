@@ -1,4 +1,4 @@
-"""A GPU on which the time of a pack is whatever a test says, for the tuner."""
+"""A simulated GPU for the tuner, on which a pack takes as long as a test says."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class FakeMeasurer:
-    """A GPU on which the time of a pack is whatever a test says."""
+    """A simulated GPU on which a pack takes as long as a test says."""
 
     us: Callable[[str, LaunchConfig, bool], float] = lambda name, config, busy: 10.0
     landed_us: Callable[[int, Transport, bool], float] = lambda nbytes, transport, busy: 50.0

@@ -1,4 +1,4 @@
-"""What the GPU tests need beside the packer: kernels that take their time, and counts of what the device did."""
+"""Helpers for the GPU tests: kernels of a given duration, and counts of the work that the device did."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def _cycles_per_ms() -> float:
 
 
 def sleep_cycles(ms: float) -> int:
-    """For `torch.cuda._sleep`; at least `ms`, unless the clock rises meanwhile."""
+    """Cycles for which `torch.cuda._sleep` takes at least `ms`, unless the clock rises meanwhile."""
     return int(ms * _cycles_per_ms())
 
 
 def hold_up(ms: float, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
-    """Keep a stream, by default the current one, busy for about `ms`; the host does not wait. The event is its end."""
+    """Keep a stream, by default the current one, busy for about `ms`; returns an event at the end without waiting."""
     cycles = sleep_cycles(ms)
     over = torch.cuda.Event()
     with torch.cuda.stream(stream):
@@ -51,9 +51,9 @@ def copy_stream(packer: Packer) -> torch.cuda.Stream:
 
 @contextmanager
 def device_work() -> Iterator[Counter[str]]:
-    """Counts by name what the device did, kernels and copies, as torch's profiler sees it; filled on leaving.
+    """Count by name the device's kernels and copies as torch's profiler sees them; filled when the block ends.
 
-    Skips the test where the profiler sees no device activity, as in containers that forbid it.
+    Skips the test if the profiler sees no device activity, as in containers that forbid it.
     """
     work: Counter[str] = Counter()
     control = torch.zeros(1, device="cuda")
@@ -67,16 +67,16 @@ def device_work() -> Iterator[Counter[str]]:
     if not any("DtoH" in name for name in names):
         pytest.skip("torch's profiler sees no device activity here")
     work.update(names)
-    work.subtract([next(name for name in reversed(names) if "DtoH" in name)])  # the control
+    work.subtract([next(name for name in reversed(names) if "DtoH" in name)])  # the control copy
 
 
 def count(work: Counter[str], part: str) -> int:
-    """How often something whose name has `part` in it was done."""
+    """How often work whose name contains `part` was done."""
     return sum(times for name, times in work.items() if part in name)
 
 
 def pinned_memory() -> dict[str, int]:
-    """Blocks and bytes of pinned memory that torch's allocator has, whatever this release of torch calls them."""
+    """Blocks and bytes of pinned memory in torch's allocator, under the names that this torch release gives them."""
     stats = torch.cuda.host_memory_stats()
     found = {name: n for name, n in stats.items() if name.startswith("num_host") or name.endswith("bytes.current")}
     assert found, list(stats)
@@ -84,7 +84,7 @@ def pinned_memory() -> dict[str, int]:
 
 
 COPY_ENGINE = ConfigTable()
-DIRECT_STORE = ConfigTable(direct_store_bytes=1 << 20)  # more than the tests pack that use it
+DIRECT_STORE = ConfigTable(direct_store_bytes=1 << 20)  # more than the tests that use it pack
 
 
 def kernels_compiled(packer: Packer) -> int:

@@ -45,17 +45,17 @@ _POOL_BYTES = 1 << 20  # larger than any leaf of the random cases
 
 @lru_cache(maxsize=8)
 def _pool(device: str, kind: str) -> Tensor:
-    """Random bytes, of which each leaf takes a stretch; every bit pattern occurs, NaNs included."""
+    """Random bytes from which each leaf takes a slice; unless `kind` says otherwise, any bits occur, also NaNs."""
     drawn = torch.randint(0, 256, (_POOL_BYTES,), generator=torch.Generator().manual_seed(11), dtype=torch.uint8)
     if kind == "bool":
         drawn &= 1
-    elif kind == "finite":  # neither NaN nor zero, read as a floating-point number of any width
+    elif kind == "finite":  # neither NaN nor zero when read as a floating-point number of any width
         drawn = (drawn & 0x87) | 0x38
     return drawn.to(device)
 
 
 def _elements(count: int, dtype: torch.dtype, seed: int, device: str, kind: str) -> Tensor:
-    """A tensor of its own with `count` elements."""
+    """A new tensor with `count` elements."""
     nbytes = count * dtype.itemsize
     start = seed * 16 % (_POOL_BYTES - nbytes - 16) // 16 * 16
     return _pool(device, kind)[start : start + nbytes].clone().view(dtype)
@@ -75,7 +75,7 @@ def _offset(elements: Elements, shape: Shape) -> Tensor:
 
 
 def _row_strided(elements: Elements, shape: Shape) -> Tensor:
-    """Rows with gaps between them: a narrowed last dimension; of vectors every third element."""
+    """Rows with gaps between them, narrowed from longer rows; for vectors, every third element."""
     if len(shape) < 2:
         return elements(3 * math.prod(shape))[::3].view(shape)
     rows, inner = shape[0], math.prod(shape[1:])
@@ -94,7 +94,7 @@ def _transposed(elements: Elements, shape: Shape) -> Tensor:
 
 
 def _expanded_rows(elements: Elements, shape: Shape) -> Tensor:
-    """One row, seen as many."""
+    """One row that is expanded to many."""
     return elements(math.prod(shape[1:])).view(shape[1:]).expand(shape)
 
 
@@ -105,7 +105,7 @@ def _expanded_columns(elements: Elements, shape: Shape) -> Tensor:
 
 
 def _overlapping_rows(elements: Elements, shape: Shape) -> Tensor:
-    """Windows of which each starts one element behind the last."""
+    """Overlapping rows, each of which starts one element after the start of the previous one."""
     if not shape:
         return elements(1)[0]
     inner = math.prod(shape[1:])
@@ -173,7 +173,7 @@ class LeafRecipe:
     seed: int
 
     def make(self, device: str = "cpu") -> Tensor:
-        # Negating may turn one NaN into another, and a complex zero into either zero, depending on where it stands.
+        # Negating may change the bits of a NaN and the sign of a complex zero, depending on their position.
         kind = "finite" if self.layout in ("negated", "conjugated") else "bool" if self.dtype == torch.bool else "any"
         tensor = LAYOUTS[self.layout](lambda count: _elements(count, self.dtype, self.seed, device, kind), self.shape)
         assert (tensor.shape, tensor.dtype) == (self.shape, self.dtype)
@@ -184,7 +184,7 @@ class LeafRecipe:
 
 
 def scribble(tensor: Tensor) -> None:
-    """Overwrite everything a tensor is a view of, as the next step does."""
+    """Overwrite the whole storage that a tensor is a view of, as the next step does."""
     with torch.no_grad():
         storage = tensor.detach().untyped_storage()
         torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage).fill_(0x5A)

@@ -1,4 +1,4 @@
-"""Are two plans the same?"""
+"""Assertions that two plans are the same."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 
 from spanpack import Plan
 
-# Arrays and objects with arrays in them: compared by what they say. Signatures are asked elsewhere.
+# Arrays and objects that contain arrays: compared by their contents. Signatures are tested elsewhere.
 _NOT_COMPARED_AS_VALUES = {"parts", "specs", "signature"}
 
 
 def assert_same_plan(found: Plan, expected: Plan) -> None:
-    """Same columns in the same places, same segments and runs bit for bit, whatever they were made from."""
+    """Assert the same columns in the same places and bitwise the same segments and runs, whatever their origin."""
     for field in dataclasses.fields(Plan):
         if field.name not in _NOT_COMPARED_AS_VALUES:
             assert getattr(found, field.name) == getattr(expected, field.name), field.name
@@ -25,7 +25,7 @@ def assert_same_plan(found: Plan, expected: Plan) -> None:
 
 
 def assert_runs_are_segments(plan: Plan) -> None:
-    """What is passed to the kernel, if it can be, says the same as the table of segments."""
+    """Assert that the runs passed to the kernel, if there are any, describe the same as the table of segments."""
     runs = plan.passed_runs
     if runs is not None:
         expanded = [

@@ -1,6 +1,6 @@
-"""Random payloads and batches, and what the requests must get: an oracle that knows nothing of plans.
+"""Random payloads and batches, and what the requests must get: an oracle that does not use plans.
 
-`random_case` is a function of a source of random choices: a seeded `random.Random`, or one that hypothesis drives and
+`random_case` depends only on a source of random choices: a seeded `random.Random`, or one that hypothesis controls and
 shrinks. The oracle slices and clones plain tensors.
 """
 
@@ -37,7 +37,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a recipe, or a list of recipes, stands and how it is divided; `rule` None where that is inferred."""
+    """A node with one recipe or a list of recipes, and how it is divided; `rule` is None where that is inferred."""
 
     recipes: tuple[LeafRecipe, ...]
     is_list: bool
@@ -47,14 +47,14 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A payload, a batch and rules; all of it can be made again and again.
+    """A payload, a batch and rules, all of which can be made repeatedly.
 
     Attributes
     ----------
     tree
         Containers and plain values with a `Place` for each node of tensors.
     starts, rows
-        Span of each request.
+        First row and number of rows of each request.
     per_token_rows
         Rows of the per-token leaves; those outside all spans are padding.
     """
@@ -68,7 +68,7 @@ class Case:
     rules: Mapping[str, Placement | RowMap]
 
     def payload(self, device: str = "cpu") -> Any:
-        """The payload with tensors made afresh."""
+        """The payload with newly made tensors."""
 
         def make(place: Place) -> Any:
             tensors = [recipe.make(device) for recipe in place.recipes]
@@ -91,7 +91,7 @@ class Case:
         }
 
     def _share(self, place: Place, index: int) -> Any:
-        """What one request gets of one node."""
+        """The part of one node that one request gets."""
         tensors = [recipe.make() for recipe in place.recipes]
         if place.placement is Placement.PER_TOKEN:
             return _own(tensors[0])[self.starts[index] : self.starts[index] + self.rows[index]]
@@ -108,7 +108,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def _map_places(node: Any, replace: Any, *, as_seen: bool = False) -> Any:
-    """A copy of the tree with its places replaced; `as_seen` by consumers, mappings have become dicts."""
+    """A copy of the tree with its places replaced; with `as_seen`, mappings become dicts, as consumers see them."""
     if isinstance(node, Place):
         return replace(node)
     if isinstance(node, Mapping):
@@ -129,7 +129,7 @@ def random_case(source: Random) -> Case:
     ids = tuple(f"r{i}" for i in range(count))
     rows, starts, end = [], [], 0
     for _ in range(count):
-        end += source.choice([0, 0, 0, 0, 1, 5])  # a gap: rows of nobody
+        end += source.choice([0, 0, 0, 0, 1, 5])  # a gap: rows of no request
         starts.append(end)
         rows.append(source.choice([0, 1, 1, 1, 1, 2, 3, 9, 40]))
         end += rows[-1]
@@ -176,7 +176,7 @@ class _Drawn:
             return Pair(*(self.node((*path, name), depth + 1) for name in Pair._fields))
         if kind == "record":
             return Record(*(self.node((*path, name), depth + 1) for name in ("first", "second")))
-        # A plain value in front: a list of tensors only would be one node.
+        # A plain value comes first, since a list of tensors only would be one node.
         children = ["head", *(self.node((*path, str(i + 1)), depth + 1) for i in range(source.randint(1, 2)))]
         return children if kind == "list" else tuple(children)
 
@@ -197,7 +197,7 @@ class _Drawn:
         return Place(recipes, kind == "whole list", placement, placement)
 
     def _per_request(self, dtype: torch.dtype, seed: int) -> Place:
-        row_shape = self._source.choice([None, *ROW_SHAPES])  # None: each has a shape of its own
+        row_shape = self._source.choice([None, *ROW_SHAPES])  # None: every tensor has its own row shape
         recipes = []
         for index in range(len(self._ids)):
             shape = self._shape() if row_shape is None else (self._source.choice([0, 1, 2, 5]), *row_shape)

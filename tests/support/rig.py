@@ -18,9 +18,9 @@ ROWS, WIDTH = 6, 40
 
 
 class Rig:
-    """An engine, and the parts of it that tests look at.
+    """An engine, and the parts of it that tests inspect.
 
-    `way`: how the kernel is told what to copy, where a test asks for one.
+    `way` says how the kernel is told what to copy, in tests that choose this.
     """
 
     way = "runs passed"
@@ -69,5 +69,5 @@ def numbers(seed: int) -> torch.Tensor:
     return torch.arange(ROWS * WIDTH, dtype=torch.int32).reshape(ROWS, WIDTH) + 1000 * seed
 
 
-# For tests of descriptors that are on the device: a few runs need none.
+# For tests of descriptors on the device: if there are only a few runs, they are passed and need no descriptors.
 with_descriptors = pytest.mark.parametrize("rig", ["addresses passed", "all stored"], indirect=True)

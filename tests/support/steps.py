@@ -1,4 +1,4 @@
-"""Steps of the engine by their row counts."""
+"""Engine steps that are made from row counts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def step_of(
     scheduled: int | None = None,
     sparse: list[int] | None = None,
 ) -> StepContext:
-    """A step of requests ``r0``, ``r1``, ... with so many rows each.
+    """Make a step of requests ``r0``, ``r1``, ... with the given numbers of rows.
 
     Parameters
     ----------
     rows
         Scheduled tokens of each request.
     consumers
-        Batch indices of those that get a payload; by default all.
+        Batch indices of the requests that get a payload; by default all.
     scheduled
         Tokens of the whole step; by default the sum of `rows`.
     sparse

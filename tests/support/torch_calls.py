@@ -1,4 +1,4 @@
-"""How many calls of torch a piece of code makes."""
+"""Counts the torch calls that a piece of code makes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class CountCalls(TorchDispatchMode):
-    """A context; counts the calls made in it, views included, in `calls`."""
+    """A context manager; `calls` counts the torch calls made in it, including views."""
 
     def __init__(self) -> None:
         super().__init__()
