@@ -36,6 +36,7 @@ from bench._snapshot import results  # noqa: E402
 from bench._snapshot.machine import host_facts  # noqa: E402
 from bench.command_line import Parser, UsageError, check_file, positive_whole  # noqa: E402
 from bench.commit import commit_of  # noqa: E402
+from bench.json_file import write_json  # noqa: E402
 from omni_runner.compat import resolve  # noqa: E402
 from omni_runner.difference import difference  # noqa: E402
 from omni_runner.runner import make_runner_cls, path_of  # noqa: E402
@@ -66,7 +67,7 @@ def _run(options: argparse.Namespace) -> int:
                 found = _measure(workload, requests, beside, options.calls)
                 document["rows"] += found
                 print(_line(found), flush=True)
-    results.write(document, options.file)
+    write_json(document, options.file)
     print(options.file)
     for beside, targets in TARGETS.items():
         for name, target in targets.items():

@@ -44,6 +44,7 @@ from bench._snapshot.scenarios import SCENARIO_NAMES, Scenario, make_scenario, t
 from bench._snapshot.stock import StockV1, StockV2  # noqa: E402
 from bench.command_line import Parser, UsageError, check_file, positive, positive_whole  # noqa: E402
 from bench.commit import commit_of  # noqa: E402
+from bench.json_file import write_json  # noqa: E402
 from omni_runner.trace import load_trace  # noqa: E402
 
 PROVIDERS: dict[str, type[Provider]] = {
@@ -96,7 +97,7 @@ def _run(options: argparse.Namespace, done: list[str]) -> int:
         del scenario
         _tidy(machine)
         about["seconds"] = clock.seconds()
-        results.write(document, options.file)
+        write_json(document, options.file)
         done.append(name)
         print(f"{name}: {about['seconds']}", flush=True)
     if done:

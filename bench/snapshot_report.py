@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 from bench._snapshot import chart, results
 from bench.command_line import Parser, UsageError, check_file, read_result
+from bench.json_file import write_json
 
 _FIELDS = ("gpu", "date", "commit", "versions", "scenarios", "rows")
 
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     print(results.report(document))
     if options.merged is not None:
-        results.write(document, options.merged)
+        write_json(document, options.merged)
     if options.chart is not None:
         chart.draw(document, options.chart)
     return 0

@@ -136,7 +136,7 @@ def examine(deploy: Path | None = None, pipeline: str | None = None) -> Report:
     Raises
     ------
     SettingsError
-        The deploy YAML is missing or cannot be read, or there is no such pipeline.
+        The deploy YAML is missing or cannot be read, there is no such pipeline, or a pipeline without a deploy YAML.
     """
     if deploy is not None and not deploy.is_file():
         raise SettingsError(f"{deploy} is a folder" if deploy.is_dir() else f"there is no file {deploy}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,14 +20,6 @@ _ALIGNMENT_BYTES = 16  # of a column in our slab
 def file_in(folder: Path, gpu: str) -> Path:
     """Path of a GPU's results; the folder is the GPU's name in lower-case letters, digits and hyphens."""
     return folder / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") / "snapshot.json"
-
-
-def write(document: Document, file: Path) -> None:
-    """Write atomically, so that an interrupted run leaves the results it has."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".part")
-    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    partial.replace(file)
 
 
 def merge(documents: Sequence[Document]) -> Document:

@@ -82,7 +82,9 @@ def engine_environment(engine: Path | None, scratch: Path) -> dict[str, str]:
 
 
 def _carried(root: Path) -> list[Path]:
-    return [root / name for name in ("site", "deps") if (root / name).is_dir()]
+    """`site/` and `deps/` of a folder; empty if it does not hold both."""
+    folders = [root / "site", root / "deps"]
+    return folders if all(folder.is_dir() for folder in folders) else []
 
 
 def _unpacked(engine: Path, scratch: Path) -> Path:

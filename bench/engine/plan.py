@@ -17,6 +17,7 @@ from bench.engine.cells import WARMUP_STEPS, Cell
 from bench.engine.digests import Trail
 from bench.engine.phases import Phase
 from bench.engine.timeline import analyse
+from bench.json_file import write_json
 
 if TYPE_CHECKING:
     from bench.engine.bench import Bench
@@ -241,9 +242,7 @@ class Plan:
             for (variant, requests), cell in self.consumed.items()
             if cell.passes
         ]
-        part = self.args.out.with_suffix(".part")
-        part.write_text(json.dumps(self.result))
-        part.replace(self.args.out)
+        write_json(self.result, self.args.out, indent=None)
 
     def _row(self, variant: str, sender: bool, requests: int, cell: Cell) -> dict[str, Any]:
         return {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.command_line import Parser, UsageError, check_folder, read_result
+from bench.json_file import write_json
 
 Row = Mapping[str, Any]
 _LISTS = ("rows", "consumed", "verify", "backlog", "errors", "skipped")
@@ -346,8 +346,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         parser.error(str(error))
     if args.into:
-        (args.into / "engine.json").write_text(json.dumps(found["engine"], indent=1) + "\n")
-        (args.into / "gap.json").write_text(json.dumps(found["gap"]) + "\n")
+        write_json(found["engine"], args.into / "engine.json")
+        write_json(found["gap"], args.into / "gap.json", indent=None)
     print(summary(found["engine"]))
     return 0
 

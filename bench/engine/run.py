@@ -28,6 +28,7 @@ from bench.engine.model_folders import write_models
 from bench.engine.phases import Phase, all_phases, turn_s
 from bench.engine.report import merge, summary
 from bench.engine.stages import EXTRAS, STAGES, VARIANTS
+from bench.json_file import write_json
 
 SECONDS_APART = 4.0  # between two starts: an engine measures the GPU's free memory while it starts
 GRACE_S = 15.0
@@ -195,8 +196,8 @@ class Session:
         engines = {part["stage"]: part["engine"] for part in parts}
         for name, notes in (("errors", self.failures), ("skipped", self.skipped)):
             found["engine"][name] += [{"engine": engines.get(note["stage"], "?"), **note} for note in notes]
-        (self.args.out / "engine.json").write_text(json.dumps(found["engine"], indent=1))
-        (self.args.out / "gap.json").write_text(json.dumps(found["gap"]))
+        write_json(found["engine"], self.args.out / "engine.json")
+        write_json(found["gap"], self.args.out / "gap.json", indent=None)
         return found["engine"]
 
     def pack(self) -> None:

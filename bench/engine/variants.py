@@ -1,4 +1,4 @@
-"""The compared variants, all in one live engine: the stock runner, stock with a patch of a few lines, and ours."""
+"""The compared variants, all in one live engine: the stock runner, two patched variants of it, and ours."""
 
 from __future__ import annotations
 
