@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
-import importlib.util
 import json
 import sys
 import time
@@ -109,7 +108,7 @@ def _run(options: argparse.Namespace, done: list[str]) -> int:
 
 def _draw(document: results.Document, file: Path) -> str:
     """Draw the chart beside the results; returns its path, or the reason why there is none."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not chart.is_possible():
         return "no chart: it needs matplotlib (requirements/bench.txt); snapshot_report.py --chart draws it later"
     chart.draw(document, file)
     return str(file)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,7 +52,7 @@ def _merged(files: Sequence[Path]) -> results.Document:
 def _check_chart(file: Path) -> None:
     if file.suffix not in (".svg", ".png"):
         raise UsageError(f"--chart: given {file}, expected a name that ends in .svg or .png")
-    if importlib.util.find_spec("matplotlib") is None:
+    if not chart.is_possible():
         raise UsageError("--chart needs matplotlib: pip install -r requirements/bench.txt")
     check_file("--chart", file)
 

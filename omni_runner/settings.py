@@ -6,7 +6,9 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from omni_runner.errors import SettingsError
 
@@ -84,17 +86,23 @@ class Settings:
         SettingsError
             Variables have invalid values; the message names each of them and the values it allows.
         """
-        problems = [str(error) for name, read in _READERS.items() if (error := _failure(read, environ, name))]
+        values: dict[str, Any] = {}
+        problems = []
+        for name, read in _READERS.items():
+            try:
+                values[name] = read(environ, name)
+            except SettingsError as error:
+                problems.append(str(error))
         if problems:
             raise SettingsError("; ".join(problems))
-        pinned_mib = _positive(environ, "OMNI_RUNNER_PINNED_MIB")
+        pinned_mib = values["OMNI_RUNNER_PINNED_MIB"]
         return cls(
-            enabled=_switch(environ, "OMNI_RUNNER"),
+            enabled=values["OMNI_RUNNER"],
             pinned_budget_bytes=None if pinned_mib is None else pinned_mib << 20,
-            tune_python=_switch(environ, "OMNI_RUNNER_TUNE_PYTHON", default=True),
-            trace_dir=_path(environ, "OMNI_RUNNER_TRACE"),
-            trace_steps=_positive(environ, "OMNI_RUNNER_TRACE_STEPS") or _DEFAULT_TRACE_STEPS,
-            trace_scrub=_switch(environ, "OMNI_RUNNER_TRACE_SCRUB"),
+            tune_python=values["OMNI_RUNNER_TUNE_PYTHON"],
+            trace_dir=values["OMNI_RUNNER_TRACE"],
+            trace_steps=values["OMNI_RUNNER_TRACE_STEPS"] or _DEFAULT_TRACE_STEPS,
+            trace_scrub=values["OMNI_RUNNER_TRACE_SCRUB"],
         )
 
 
@@ -163,22 +171,12 @@ def _positive(environ: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
-_READERS: dict[str, Callable[[Mapping[str, str], str], object]] = {
+_READERS: dict[str, Callable[[Mapping[str, str], str], Any]] = {
     "OMNI_RUNNER": _switch,
     "OMNI_RUNNER_STRICT": _switch,
     "OMNI_RUNNER_PINNED_MIB": _positive,
-    "OMNI_RUNNER_TUNE_PYTHON": _switch,
+    "OMNI_RUNNER_TUNE_PYTHON": partial(_switch, default=True),
     "OMNI_RUNNER_TRACE": _path,
     "OMNI_RUNNER_TRACE_STEPS": _positive,
     "OMNI_RUNNER_TRACE_SCRUB": _switch,
 }
-
-
-def _failure(
-    read: Callable[[Mapping[str, str], str], object], environ: Mapping[str, str], name: str
-) -> SettingsError | None:
-    try:
-        read(environ, name)
-    except SettingsError as error:
-        return error
-    return None

@@ -147,7 +147,11 @@ def _why_absent(path: Path, json_file: Path) -> str:
         return f"{path} is a folder; {found}"
     if os.path.exists(path) and path.suffix != ".safetensors":
         return f"{path} is no trace; expected its .json or .safetensors file, or their name without the ending"
-    return f"cannot read trace: {json_file} is missing (a trace is a .json and a .safetensors file)"
+    return _missing(json_file)
+
+
+def _missing(file: Path) -> str:
+    return f"cannot read trace: {file} is missing (a trace is a .json and a .safetensors file)"
 
 
 def _read_document(file: Path) -> dict[str, Any]:
@@ -170,7 +174,7 @@ def _read_document(file: Path) -> dict[str, Any]:
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:
     if not file.is_file():
-        raise TraceError(f"cannot read trace: {file} is missing (a trace is a .json and a .safetensors file)")
+        raise TraceError(_missing(file))
     try:
         return load_file(file)
     except (SafetensorError, OSError, ValueError) as error:

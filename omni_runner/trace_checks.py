@@ -22,6 +22,11 @@ _NODE_KINDS = ("tensor", "dict", "list", "tuple", "value", "unsupported")
 _LAYOUT = ("stride", "storage", "storage_offset")
 
 
+def is_int64(value: int) -> bool:
+    """Whether a trace can hold a whole number: one of up to 64 bits, with its sign."""
+    return -(1 << 63) <= value < 1 << 63
+
+
 def malformed(where: str, given: object, expected: str) -> TraceError:
     """Return the error for a field whose value is not as expected."""
     return TraceError(f"{where}: given {reprlib.repr(given)}, expected {expected}")
@@ -141,5 +146,5 @@ def _check_tensor_node(node: Mapping[str, Any], where: str) -> None:
 def _check_value(value: Any, where: str) -> None:
     if isinstance(value, (dict, list)):
         raise malformed(where, value, "a plain value: null, a number, a text, true or false")
-    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+    if isinstance(value, int) and not is_int64(value):
         raise malformed(where, value, "a whole number of no more than 64 bits")

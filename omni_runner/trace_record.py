@@ -18,6 +18,7 @@ from torch import Tensor
 from omni_runner.errors import TraceError
 from omni_runner.step import StepContext
 from omni_runner.trace import FORMAT, Trace, TraceStep, trace_files
+from omni_runner.trace_checks import is_int64
 
 DEFAULT_MAX_BYTES = 1 << 30
 _LARGEST = 2**63 - 1
@@ -118,7 +119,7 @@ class TraceWriter:
         if isinstance(value, (list, tuple)):
             kind = "list" if isinstance(value, list) else "tuple"
             return {kind: [self._node(item, storages) for item in value]}
-        if isinstance(value, int) and not -_LARGEST - 1 <= value <= _LARGEST:
+        if isinstance(value, int) and not is_int64(value):
             return {"unsupported": "a whole number of more than 64 bits"}
         if value is None or isinstance(value, (bool, int, float, str)):
             return {"value": self._scrubbed_value(value) if self.scrub else value}

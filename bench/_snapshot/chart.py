@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,11 @@ _ORDER = (
 _LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.4}
 _WIDTH_IN, _PANEL_IN = 12.0, 3.4
 _BARS_WIDTH = 0.84  # total width of the bars of a scenario
+
+
+def is_possible() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw(document: Document, file: Path) -> None:

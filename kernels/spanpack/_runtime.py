@@ -166,7 +166,6 @@ class NativeRuntime(TorchRuntime):
     ) -> None:
         super().__init__(device, copy_stream)
         self._side = pointer(self.copy_stream.cuda_stream)
-        self._handles: dict[int, Any] = {}  # prepared handles of producing streams
         waits = ctypes.CDLL(library._name)  # releases the GIL, because this call blocks
         self._synchronize = prepare_function(waits, f"{prefix}EventSynchronize")
         self._record = prepare_function(library, f"{prefix}EventRecord")
@@ -182,7 +181,7 @@ class NativeRuntime(TorchRuntime):
     def copy_to_host(self, flight: Flight, destination: int, source: int, nbytes: int, stream: int) -> None:
         side, (_, _, packed, landed) = self._side, flight.events
         code = (
-            self._record(packed, self._handles.get(stream) or self._prepare(stream))
+            self._record(packed, pointer(stream))
             or self._wait(side, packed, 0)
             or self._copy(pointer(destination), pointer(source), size(nbytes), _DEVICE_TO_HOST, side)
             or self._record(landed, side)
@@ -191,7 +190,7 @@ class NativeRuntime(TorchRuntime):
             _check(code)
 
     def mark_landed(self, flight: Flight, stream: int) -> None:
-        _check(self._record(flight.events.landed_handle, self._handles.get(stream) or self._prepare(stream)))
+        _check(self._record(flight.events.landed_handle, pointer(stream)))
 
     def upload(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         code = self._copy(pointer(destination), pointer(source), size(nbytes), _HOST_TO_DEVICE, pointer(stream))
@@ -203,11 +202,6 @@ class NativeRuntime(TorchRuntime):
     def stream_wait(self, stream: int, event: torch.cuda.Event) -> None:
         if event.cuda_event:  # no handle before the first record: nothing to wait for
             _check(self._wait(pointer(stream), pointer(event.cuda_event), 0))
-
-    def _prepare(self, stream: int) -> Any:
-        """The handle of a producing stream as a prepared argument, kept because there are few such streams."""
-        handle = self._handles[stream] = pointer(stream)
-        return handle
 
 
 def _check(code: int) -> None:
