@@ -8,6 +8,7 @@ again, and `sampled_tokens` transfers the sampled tokens to the host (where it c
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -15,12 +16,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from omni_runner.builder_thread import BuilderThread
 from omni_runner.errors import BuilderThreadClosed
-from omni_runner.sampled_tokens import Landed, PromisedTokens, SampledTokens, stores_as_known
+from omni_runner.sampled_tokens import VLLM_FIELDS, Landed, PromisedTokens, SampledTokens, stores_only
 
 if TYPE_CHECKING:
     from omni_runner.compat import Upstream
 
+logger = logging.getLogger("vllm.omni_runner")
+
 _LANDED = Landed()
+# What vllm-omni's ``__init__`` stores besides what vLLM's does.
+_BUILDER_FIELDS = frozenset(
+    ("_model_runner_output_builder", "_background_exception", "_background_thread", "_cuda_device")
+)
 _OUTPUT_NAME = "OmniAsyncGPUModelRunnerOutput"
 _EngineOutput: Any = object  # the real base is added by `make_async_output_cls`
 
@@ -101,15 +108,22 @@ def make_async_output_cls(
     engine_output_cls : type
         vllm-omni's class.
     builder_thread : BuilderThread, optional
-        Builds the outputs of this class in order; each runner has its own thread and class. Without it each output
-        starts its own thread, as the engine's outputs do.
+        Builds the outputs of this class in order; each runner has its own thread and class. Without it, or if the
+        engine's ``__init__`` stores something unknown, each output starts its own thread, as the engine's outputs do.
     sampled_tokens : SampledTokens, optional
-        Transfers the sampled tokens to the host if vLLM's class passes `stores_as_known`. Otherwise vLLM's class does.
+        Transfers the sampled tokens to the host, unless vLLM's ``__init__`` stores something unknown. vLLM's class
+        then does.
     """
     vllm_output_cls = engine_output_cls.__mro__[1]
+    if builder_thread is not None and not stores_only(engine_output_cls, VLLM_FIELDS | _BUILDER_FIELDS):
+        logger.warning(
+            "omni_runner: this version's asynchronous output keeps something unknown, so each output starts a thread "
+            "of its own and copies the sampled tokens itself, as without this package"
+        )
+        builder_thread = sampled_tokens = None
     namespace = {
         "builder_thread": builder_thread,
-        "_sampled_tokens": sampled_tokens if stores_as_known(vllm_output_cls) else None,
+        "_sampled_tokens": sampled_tokens if stores_only(vllm_output_cls, VLLM_FIELDS) else None,
         "_engine_output_cls": engine_output_cls,
         "__module__": __name__,
         "__doc__": PackedAsyncOutputMixin.__doc__,

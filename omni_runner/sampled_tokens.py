@@ -41,7 +41,7 @@ _NO_OTHER_COPIES = dict.fromkeys(
         "_has_fault",
     )
 )
-_FIELDS = frozenset(_NO_OTHER_COPIES) | {
+VLLM_FIELDS = frozenset(_NO_OTHER_COPIES) | {
     "_model_runner_output",
     "_invalid_req_indices",
     "async_copy_ready_event",
@@ -51,13 +51,13 @@ _FIELDS = frozenset(_NO_OTHER_COPIES) | {
 }
 
 
-def stores_as_known(output_cls: type[Any]) -> bool:
-    """Whether ``__init__`` of vLLM's output class, which will be skipped, stores only known attributes."""
+def stores_only(output_cls: type[Any], fields: frozenset[str]) -> bool:
+    """Whether ``__init__`` of an output class, which will be skipped, stores only these attributes."""
     try:
         instructions = dis.get_instructions(output_cls.__init__)
     except TypeError:  # not written in Python
         return False
-    return {step.argval for step in instructions if step.opname == "STORE_ATTR"} <= _FIELDS
+    return {step.argval for step in instructions if step.opname == "STORE_ATTR"} <= fields
 
 
 class PromisedTokens:

@@ -152,7 +152,7 @@ def _freeze(name: str, values: Any, limit: int | None = None) -> _Frozen:
 
 def _thaw(name: str, frozen: _Frozen) -> Int64Array:
     array: np.ndarray[Any, Any] = np.frombuffer(*frozen)
-    if array.size and not np.issubdtype(array.dtype, np.integer):
+    if array.size and array.dtype.kind not in "iu":
         raise BatchError(f"{name} must be integers, given: {array.dtype}{list(array.shape)}")
     if array.size and max(abs(int(array.min())), abs(int(array.max()))) >= MOST_ROWS:
         raise BatchError(f"{name} has numbers of {MOST_ROWS} and more; no tensor has so many rows")

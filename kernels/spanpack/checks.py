@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .backends import wrong_device
 from .errors import InputError, LeafError
-from .gather import why_unpackable
+from .leaf_memory import why_unpackable
 from .plan import Plan
 from .tree import Node
 

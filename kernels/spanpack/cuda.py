@@ -21,9 +21,10 @@ from .backends import wrong_device
 from .config import ConfigTable
 from .errors import LeafError
 from .flight import Events, Flight
-from .gather import addresses_of, check_memory, copy_opaque, gather_host, gather_torch, stage
+from .gather import addresses_of, copy_opaque, gather_host, gather_torch, stage
 from .late import MOST_WAITING, LateCopies, LateCopy
 from .launcher import Launcher
+from .leaf_memory import SUSPECT_ADDRESS, check_memory
 from .overflow import Overflow
 from .plan import Plan
 from .pool import HostPool, HostSlab
@@ -163,7 +164,7 @@ class CudaEngine:
         addresses = tuple(map(_address_of, leaves)) if resident.reads_every_leaf else addresses_of(plan, leaves)
         table = resident.table
         try:
-            if (table is None or table.known != addresses) and 0 in addresses:
+            if (table is None or table.known != addresses) and min(addresses) < SUSPECT_ADDRESS:
                 check_memory(leaves, plan.use.kernel)  # was there at the first pack, but may have been freed since
             if table is not None and table.update(addresses, stream, flight):
                 self.uploads += 1

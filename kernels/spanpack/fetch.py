@@ -69,6 +69,9 @@ class Fetcher:
             The fetcher was closed.
         """
         runtime = self._runtime
+        if runtime.current_device() != runtime.device.index:  # handle 0 stands for the current device's default stream
+            with runtime.as_current():
+                return self.fetch(source)
         if not _is_plain(source, runtime.device):
             raise LeafError(
                 f"given {_describe(source)}; expected a contiguous tensor with elements on {runtime.device}, neither "
@@ -115,6 +118,7 @@ def _is_plain(source: Tensor, device: torch.device) -> bool:
         and not (source.is_conj() or source.is_neg() or source.is_quantized or source.is_nested)
         and source.numel() > 0
         and source.data_ptr() != 0
+        and source.untyped_storage().nbytes() != 0
     )
 
 

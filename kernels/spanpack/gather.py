@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ._size_classes import LaunchConfig, size_class
-from .errors import LeafError, UnavailableError
+from .errors import UnavailableError
+from .leaf_memory import check_memory
 from .plan import Column, Plan, Route, RowCopy
 from .segments import MOST_PASSED, PassedRun
 from .stats import Fallbacks
@@ -177,49 +178,6 @@ def addresses_of(plan: Plan, leaves: Sequence[Tensor]) -> tuple[int, ...]:
         leaf.data_ptr() if route in (Route.KERNEL, Route.STAGED) else 0
         for leaf, route in zip(leaves, plan.use.routes, strict=True)
     )
-
-
-def check_memory(leaves: Sequence[Tensor], indices: Sequence[int]) -> None:
-    """Raise a LeafError for a leaf that has elements but no memory to read them from."""
-    for index in indices:
-        leaf = leaves[index]
-        if leaf.numel() and not leaf.data_ptr():
-            why = (
-                "its storage was freed; pack it before it is freed"
-                if _is_freed(leaf)
-                else "it stands for other tensors; pack those"
-            )
-            raise LeafError(f"leaf {index}, a {type(leaf).__name__}, has no memory of its own: {why}")
-
-
-def _is_freed(leaf: Tensor) -> bool:
-    """Whether a tensor that has no memory had memory before."""
-    try:
-        return leaf.untyped_storage().nbytes() == 0
-    except (RuntimeError, NotImplementedError):  # it never had a storage
-        return False
-
-
-_NARROW = {getattr(torch, f"{kind}{bits}", None) for kind in ("int", "uint") for bits in range(1, 8)}
-
-
-def why_unpackable(leaf: Tensor) -> str | None:
-    """Why a leaf can't be packed, and what to do about it; None if it can."""
-    if leaf.is_nested:
-        return "is a nested tensor; give the list of its parts, leaf.unbind()"
-    if leaf.dtype in _NARROW:
-        return f"is {str(leaf.dtype).removeprefix('torch.')}, narrower than a byte; give leaf.view(torch.uint8)"
-    if leaf.layout != torch.strided or leaf.is_quantized or not leaf.numel():
-        return None
-    try:
-        has_memory = leaf.data_ptr() != 0
-    except (RuntimeError, NotImplementedError):  # inside a function transform such as vmap, or traced
-        has_memory = False
-    if has_memory:
-        return None
-    if _is_freed(leaf):
-        return f"is a {type(leaf).__name__} whose storage was freed; pack it before it is freed"
-    return f"is a {type(leaf).__name__} without memory of its own; give the tensors it stands for"
 
 
 class OpaqueCopy:

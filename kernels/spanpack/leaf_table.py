@@ -121,7 +121,7 @@ class LeafTable:
         """Like `matches`, but exact and slower: inference mode and gradients make no difference."""
         return (
             len(leaves) == len(self._looks)
-            and all(isinstance(leaf, Tensor) for leaf in leaves)
+            and all(isinstance(leaf, Tensor) and not leaf.is_nested for leaf in leaves)
             and tuple(map(_layout_of, leaves)) == self._looks
         )
 

@@ -37,10 +37,10 @@ class Overflow:
     def take_over(self, lease: memoryview) -> memoryview | None:
         """A copy of the lease's bytes, itself a lease; None if there is no room or the lock is taken."""
         # Not waiting for the lock makes this safe in a destructor, a signal handler or a forked child.
-        if self._closed or not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             return None
         try:
-            slab = self._pool.take(len(lease))
+            slab = None if self._closed else self._pool.take(len(lease))
             if slab is None:
                 return None
             copy = slab.lease(len(lease))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
@@ -407,7 +407,7 @@ class Packer:
         if after is not None and not hasattr(after, "cuda_event"):
             raise InputError(f"after is a {type(after).__name__}; give a torch.cuda.Event that was recorded")
         runtime = self._engine.runtime
-        with nullcontext() if stream is None else runtime.on(stream):
+        with runtime.as_current() if stream is None else runtime.on(stream):  # handle 0 is the current device's
             if after is not None:
                 runtime.stream_wait(runtime.current_stream(), after)
             # The leaves may have been allocated on another stream.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .columns import MOST_ROWS, ColumnSpec, Int64Array, PieceFacts
 from .errors import LeafError, PlacementError
+from .leaf_memory import NESTED
 from .leaf_table import LeafLooks
 from .plan import Column, Plan, Route
 from .segments import Part
@@ -48,7 +49,7 @@ def make_plan(leaves: Sequence[Tensor], columns: Sequence[ColumnSpec], device_ty
         A leaf is not a tensor, or it can only be moved whole (sparse, quantized) and a column takes part of it.
     """
     _check_kinds(leaves, columns)
-    return plan_columns(LeafLooks.of(leaves, device_type), [(column,) for column in _detached(columns)])
+    return plan_columns(LeafLooks.of(leaves, device_type), [(column,) for column in _detached(tuple(columns))])
 
 
 def _check_kinds(leaves: Any, columns: Any) -> None:
@@ -58,18 +59,20 @@ def _check_kinds(leaves: Any, columns: Any) -> None:
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             raise LeafError(f"leaf {index} is a {type(leaf).__name__}; give a tensor")
+        if leaf.is_nested:
+            raise LeafError(f"leaf {index} {NESTED}")
     if not isinstance(columns, Iterable):
         raise PlacementError(f"columns are a {type(columns).__name__}; give a sequence of ColumnSpec")
 
 
 def _detached(columns: Sequence[ColumnSpec]) -> list[ColumnSpec]:
     """Checked copies of columns with their own arrays: the plan outlives the call, and computes runs later."""
-    owned: dict[int, Int64Array] = {}  # columns that share arrays share the copies too
+    owned: dict[int, Int64Array] = {}  # by the id of an array of `columns`; columns that share arrays share copies too
 
     def own(index: int, given: Any) -> Int64Array:
         if id(given) not in owned:
             array = np.array(given)
-            if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+            if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
                 raise PlacementError(
                     f"column {index} has {array.dtype}{list(array.shape)} among its leaves, starts and rows; expected "
                     "flat arrays of integers"

@@ -203,14 +203,19 @@ def _build(tokens: Iterator[Any], leaves: Iterator[Any], values: Iterator[Any]) 
         value = next(values)
         return list(value) if type(value) is list else _copy_value(value)
     kind, described, *more = token
-    if kind is dict or kind is Mapping:
-        return {key: _build(tokens, leaves, values) for key in described}
+    if kind is dict or kind is Mapping:  # loops rather than comprehensions, which would double the depth of the calls
+        mapping = {}
+        for key in described:
+            mapping[key] = _build(tokens, leaves, values)
+        return mapping
     if more and more[0] == "dataclass":
         made = object.__new__(kind)  # sets its fields as they were, without running __init__
         for name in described:
             object.__setattr__(made, name, _build(tokens, leaves, values))
         return made
-    children = [_build(tokens, leaves, values) for _ in range(described)]
+    children = [None] * described
+    for index in range(described):
+        children[index] = _build(tokens, leaves, values)
     if kind is list:
         return children
     return kind(*children) if more and more[0] is not None else kind(children)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spanpack import Batch, DeviceError, Packer
+from spanpack import Batch, DeviceError, Fetcher, Packer
 from tests.support.compare import assert_same
 from tests.support.gpu import MakePacker, hold_up
 
@@ -76,6 +76,38 @@ def test_another_device_is_current(any_packer: Packer, cuda_device: torch.device
         views = any_packer.pack({"x": leaf}, BATCH).views()
         assert torch.cuda.current_device() == other_device.index
     assert views["b"]["x"].tolist() == [3]
+
+
+def test_the_wait_for_an_event_while_another_device_is_current(
+    any_packer: Packer, cuda_device: torch.device, other_device: torch.device
+) -> None:
+    leaf = torch.zeros(4, 1000, device=cuda_device)
+    writer = torch.cuda.Stream(cuda_device)
+    any_packer.pack({"x": leaf}, BATCH).wait()
+    writer.wait_stream(torch.cuda.current_stream(cuda_device))
+    hold_up(50, writer)
+    with torch.cuda.stream(writer):
+        leaf.fill_(6)
+        written = writer.record_event()
+    with torch.cuda.device(other_device):
+        views = any_packer.pack({"x": leaf}, BATCH, after=written).views()
+    assert (views["a"]["x"] == 6).all()
+
+
+def test_a_tensor_is_fetched_while_another_device_is_current(
+    cuda_device: torch.device, other_device: torch.device
+) -> None:
+    fetcher = Fetcher(cuda_device)
+    leaf = torch.zeros(1000, dtype=torch.int64, device=cuda_device)
+    torch.cuda.synchronize(cuda_device)
+    hold_up(50)
+    leaf.fill_(6)
+    with torch.cuda.device(other_device):
+        fetched = fetcher.fetch(leaf)
+    assert fetched is not None
+    fetched.landed.synchronize()
+    assert (fetched.tensor == 6).all()
+    fetcher.close()
 
 
 def test_a_packer_for_the_second_gpu(make_packer: MakePacker, other_device: torch.device) -> None:

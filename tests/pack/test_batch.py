@@ -105,6 +105,7 @@ def test_arrays_changed_later_do_not_show(kind: Any) -> None:
         ((IDS, [1, 1, 1]), {"consumers": ["a", "x"]}, "'x' is not one of the 3 request_ids"),
         ((IDS, [1, 1, 1]), {"consumers": ["b", "b"]}, "'b' is named twice"),
         ((IDS, [1.5, 1, 1]), {}, "num_scheduled_tokens must be integers, given: float64"),
+        ((IDS, np.ones(3, "m8[s]")), {}, "num_scheduled_tokens must be integers, given: timedelta64"),
         ((IDS, np.ones(3, object)), {}, "num_scheduled_tokens must be a flat sequence of integers, given: object"),
         ((IDS, np.ones((3, 1), int)), {}, r"flat sequence of integers, given: int64\[3, 1\]"),
         ((IDS, torch.ones(3, dtype=torch.int64, device="meta")), {}, "num_scheduled_tokens is a tensor on meta"),

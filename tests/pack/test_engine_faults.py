@@ -43,6 +43,14 @@ def _freed(leaf: torch.Tensor) -> torch.Tensor:
     return leaf
 
 
+def _freed_view(leaf: torch.Tensor) -> torch.Tensor:
+    """A view whose address is its offset in the storage that was freed, and not 0."""
+    view = torch.cat([leaf, leaf])[len(leaf) :]
+    view.untyped_storage().resize_(0)
+    assert view.data_ptr() == leaf.nbytes
+    return view
+
+
 def test_a_tensor_without_memory_is_an_error_rather_than_a_wild_read(rig: Rig) -> None:
     leaf = Wrapper(numbers(1))
     with pytest.raises(LeafError, match="leaf 0, a Wrapper, has no memory of its own"):
@@ -56,13 +64,14 @@ def test_a_tensor_without_memory_is_an_error_rather_than_a_wild_read(rig: Rig) -
     ("model", "make", "message"),
     [
         (torch.clone, _freed, "leaf 0, a Tensor, has no memory of its own: its storage was freed; pack it before"),
+        (torch.clone, _freed_view, "leaf 0, a Tensor, has no memory of its own: its storage was freed; pack it before"),
         (
             lambda leaf: torch.nn.Parameter(leaf.float()),
             lambda leaf: Wrapper(leaf.float()),
             "leaf 0, a Wrapper, has no memory of its own: it stands for other tensors; pack those",
         ),
     ],
-    ids=["freed", "wrapper"],
+    ids=["freed", "freed view", "wrapper"],
 )
 def test_so_is_one_that_is_taken_for_a_leaf_of_a_known_plan(
     rig: Rig, packer: Packer, model: Callable[..., Any], make: Callable[..., Any], message: str, path: str

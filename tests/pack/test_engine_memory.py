@@ -145,6 +145,21 @@ def test_once_closed_nothing_more_is_moved_out() -> None:
     assert len(held) == 2
 
 
+def test_nor_what_was_about_to_be_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(overflow_bytes=1 << 20)
+    overflow, lock = rig.overflow, rig.overflow._lock
+
+    class ClosedMeanwhile:
+        def acquire(self, blocking: bool) -> bool:
+            overflow._lock = lock
+            overflow.close()
+            return lock.acquire(blocking)
+
+    monkeypatch.setattr(overflow, "_lock", ClosedMeanwhile())
+    assert overflow.take_over(memoryview(b"bytes")) is None
+    assert overflow.nbytes == 0
+
+
 def test_moving_out_in_the_middle_of_moving_out_is_left_to_the_pieces() -> None:
     """As a destructor that reads a snapshot may have it, or a child that was forked just then."""
     rig = Rig(overflow_bytes=1 << 20)

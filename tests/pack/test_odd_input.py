@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -179,8 +181,9 @@ def test_a_leaf_that_was_freed_after_its_plan_was_made(layout: str) -> None:
     assert torch.equal(packer.pack({"x": leaf}, batch).views()["a"]["x"], leaf)
 
 
-def test_a_leaf_that_was_freed_before_its_plan_was_made() -> None:
-    freed = torch.ones(4, 4)
+@pytest.mark.parametrize("first_row", [0, 4], ids=["whole", "view"])
+def test_a_leaf_that_was_freed_before_its_plan_was_made(first_row: int) -> None:
+    freed = torch.ones(8, 4)[first_row : first_row + 4]
     freed.untyped_storage().resize_(0)
     with pytest.raises(LeafError, match="'x' is a Tensor whose storage was freed; pack it before it is freed"):
         Packer("cpu").pack({"x": freed}, Batch(["a"], [4]))
@@ -252,6 +255,24 @@ def _cycles() -> dict[str, Any]:
 def test_payloads_without_an_end(name: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         Packer("cpu").pack(_cycles()[name], Batch(["a"], [4]))
+
+
+def _read_ever_deeper() -> Iterator[int]:
+    """Pack and read deeper and deeper payloads; yields the depth of each."""
+    payload: dict[str, Any] = {"x": LEAF}
+    for depth in range(0, 2 * sys.getrecursionlimit(), 20):
+        tree = Packer("cpu").pack(payload, Batch(["a"], [4]))
+        assert list(tree.views()["a"]) == ["x"]
+        yield depth
+        for _ in range(10):
+            payload = {"x": [payload]}
+
+
+def test_a_payload_as_deep_as_it_can_be_packed_can_be_read() -> None:
+    depths: list[int] = []
+    with pytest.raises(InputError, match="nested deeper"):
+        depths.extend(_read_ever_deeper())
+    assert depths[-1] > sys.getrecursionlimit() // 2
 
 
 def _nested(layout: torch.layout) -> torch.Tensor:

@@ -173,6 +173,10 @@ ZERO, ONE = np.array([0]), np.array([1])
         (ColumnSpec(0, ZERO, np.array([1.0])), r"column 1 has float64\[1\]"),
         (ColumnSpec(np.array([0.0]), ZERO, ONE), r"column 1 has float64\[1\]"),
         (ColumnSpec(0, ZERO[None], ONE[None]), r"column 1 has int64\[1, 1\].*expected flat arrays of integers"),
+        (
+            ColumnSpec(0, ZERO, ONE.astype("m8[s]")),
+            r"column 1 has timedelta64\[s\]\[1\].*expected flat arrays of integers",
+        ),
     ],
 )
 def test_columns_whose_arrays_make_no_pieces(column: ColumnSpec, message: str) -> None:
@@ -190,6 +194,23 @@ def test_columns_of_other_integers_than_int64() -> None:
     snapshot = Packer("cpu").run(plan, [leaf])
     for index in range(3):
         assert torch.equal(snapshot.column(index), wanted)
+
+
+@pytest.mark.parametrize("convert", [list, lambda numbers: np.array(numbers, np.int32)], ids=["lists", "int32"])
+def test_columns_that_are_made_one_by_one_while_the_plan_is_made(convert: Callable[..., Any]) -> None:
+    """Each is gone before the next is made, which then gets its memory."""
+    leaf = torch.arange(100)
+    specs = (ColumnSpec(np.array([0]), convert([7 * i]), convert([1 + i % 2])) for i in range(12))
+    snapshot = Packer("cpu").run(make_plan([leaf], specs), [leaf])  # type: ignore[arg-type]
+    found = [snapshot.column(i).tolist() for i in range(12)]
+    assert found == [list(range(7 * i, 7 * i + 1 + i % 2)) for i in range(12)]
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*")
+def test_a_nested_leaf() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    with pytest.raises(LeafError, match="leaf 0 is a nested tensor; give the list of its parts"):
+        make_plan([nested], [rows(0, [0], [1])])
 
 
 @pytest.mark.parametrize("name", ["starts", "rows", "leaves"])

@@ -17,6 +17,7 @@ import torch
 from omni_runner.async_output import constructed_as, make_async_output_cls
 from omni_runner.builder_thread import BuilderThread
 from omni_runner.demo.cpu_streams import StandInEvent, StandInStream
+from omni_runner.sampled_tokens import SampledTokens
 
 SOON_S = 5.0
 
@@ -313,6 +314,28 @@ def test_without_a_runner_it_is_the_engines_class(engine_cls):
     assert output.get_output() is output.get_output()
     assert names != [threading.current_thread().name]
     assert threading.active_count() == before
+
+
+def test_what_stores_something_unknown_is_made_by_the_engine_alone(engine_cls, thread, caplog):
+    class Newer(engine_cls):
+        def __init__(self, **given):
+            super().__init__(**given)
+            self.news = "unknown"
+
+        def get_output(self):
+            assert self.news == "unknown"
+            return super().get_output()
+
+    ran_on = []
+
+    def build():
+        ran_on.append(threading.current_thread().name)
+        return output_of(["a", "b", "c"])
+
+    packed_cls = make_async_output_cls(Newer, thread, SampledTokens())
+    assert ["keeps something unknown" in record.message for record in caplog.records] == [True]
+    assert construct(packed_cls, build).get_output().sampled_token_ids == [[7], [], [9]]
+    assert ran_on != ["test-builder"]
 
 
 def test_nothing_of_a_step_outlives_it(packed_cls):

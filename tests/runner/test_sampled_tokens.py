@@ -13,7 +13,7 @@ import spanpack
 from omni_runner.async_output import make_async_output_cls
 from omni_runner.builder_thread import BuilderThread
 from omni_runner.demo.cpu_streams import StandInEvent
-from omni_runner.sampled_tokens import PromisedTokens, SampledTokens, stores_as_known
+from omni_runner.sampled_tokens import VLLM_FIELDS, PromisedTokens, SampledTokens, stores_only
 
 TOKENS = torch.tensor([[7], [8], [9]], dtype=torch.int32)
 
@@ -181,7 +181,7 @@ def vllm_output_cls() -> type[Any]:
 
 
 def test_the_installed_engines_output_is_known(vllm_output_cls: type[Any]) -> None:
-    assert stores_as_known(vllm_output_cls)
+    assert stores_only(vllm_output_cls, VLLM_FIELDS)
 
 
 def test_an_output_that_stores_more_is_not() -> None:
@@ -190,8 +190,9 @@ def test_an_output_that_stores_more_is_not() -> None:
             self.vocab_size = 1
             self.news = 2
 
-    assert not stores_as_known(Other)
-    assert not stores_as_known(object)
+    assert not stores_only(Other, VLLM_FIELDS)
+    assert not stores_only(object, VLLM_FIELDS)
+    assert stores_only(Other, VLLM_FIELDS | {"news"})
 
 
 def test_the_installed_engine_finishes_such_an_output(
