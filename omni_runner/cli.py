@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from omni_runner.settings import MOST_TRACE_STEPS, whole_number
+
 Main = Callable[[Sequence[str]], int]
 
 _MOST_PASSES = 10_000  # takes minutes; the timings of all steps are kept for the medians
@@ -28,13 +30,10 @@ class Command:
         What the command does, shown in the overview.
     place : str
         ``module:function``; the function takes the command's arguments and returns its exit status.
-    needs : str
-        What to install if the module cannot be imported.
     """
 
     what: str
     place: str
-    needs: str = ""
 
 
 COMMANDS = {
@@ -42,14 +41,12 @@ COMMANDS = {
     "demo": Command(
         "the real engine with the stock runner and with ours, compared byte for byte",
         "omni_runner.demo.__main__:main",
-        "pip install safetensors",
     ),
     "tune": Command("find the fastest launch configuration for this GPU", "omni_runner.tuning:main"),
     "record": Command("record real steps of a deployment as a trace", "omni_runner.cli:record"),
     "replay": Command(
         "pack a trace's steps again: are the bytes right, and how long does it take?",
         "omni_runner.cli:replay",
-        "pip install safetensors",
     ),
 }
 
@@ -85,8 +82,9 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
         function: Main = getattr(importlib.import_module(module_name), function_name)
         return function(arguments)
     except ModuleNotFoundError as error:
-        hint = f" ({command.needs})" if command.needs else ""
-        print(f"omni-runner {name}: {error.name} is not installed{hint}", file=sys.stderr)
+        missing = str(error.name).partition(".")[0]
+        package = missing.replace("_", "-")
+        print(f"omni-runner {name}: {missing} is not installed (pip install {package})", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -102,20 +100,27 @@ def version() -> str:
         return __version__
 
 
-def file_in_the_way(folder: Path) -> Path | None:
-    """Return `folder` or its first parent that is a file, so that `folder` cannot be created; else None."""
-    return next((path for path in (folder, *folder.parents) if os.path.exists(path) and not os.path.isdir(path)), None)
+def why_unwritable(folder: Path, *, here: bool = True) -> str:
+    """Return why no file can be written to a folder, which need not exist yet; "" if one can.
 
-
-def _whole_number(parser: argparse.ArgumentParser, option: str, given: str, least: int, most: int | None = None) -> int:
-    """Return an option's value; the parser rejects anything but a whole number in the range."""
+    Permissions are checked only if the files will be written by this user on this host (`here`).
+    """
+    present = next((path for path in (folder, *folder.parents) if os.path.exists(path)), Path())
+    if not os.path.isdir(present):
+        return f"{present} is a file, not a folder"
     try:
-        value = int(given) if given.isascii() and given.isdecimal() else -1
-    except ValueError:  # more digits than `int` accepts
-        value = -1
-    if value < least or (most is not None and value > most):
-        limits = f"greater than {least - 1}" if most is None else f"from {least} to {most}"
-        parser.error(f"{option}: given {given!r}, expected a whole number {limits}")
+        if here:
+            tempfile.TemporaryFile(dir=present).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _whole_number(parser: argparse.ArgumentParser, option: str, given: str, least: int, most: int) -> int:
+    """Return an option's value; the parser rejects anything but a whole number in the range."""
+    value = whole_number(given)
+    if value is None or not least <= value <= most:
+        parser.error(f"{option}: given {given!r}, expected a whole number from {least} to {most}")
     return value
 
 
@@ -133,13 +138,13 @@ def record(argv: Sequence[str]) -> int:
     parser.add_argument("--scrub", action="store_true", help="random values in place of the real ones")
     parser.add_argument("serve", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="what to run")
     args = parser.parse_args(argv)
-    steps = _whole_number(parser, "--steps", args.steps, 1)
+    steps = _whole_number(parser, "--steps", args.steps, 1, MOST_TRACE_STEPS)
     if not args.dir.strip():
         parser.error(f"--dir: given {args.dir!r}, expected a folder")
     folder = Path(args.dir)
-    obstacle = file_in_the_way(folder)
-    if obstacle is not None:
-        print(f"omni-runner record: cannot write to {folder}: {obstacle} is a file, not a folder", file=sys.stderr)
+    obstacle = why_unwritable(folder, here=bool(args.serve))  # fail now rather than after a model has been loaded
+    if obstacle:
+        print(f"omni-runner record: cannot write to {folder}: {obstacle}", file=sys.stderr)
         return 2
     variables = {
         "OMNI_RUNNER": "1",
@@ -153,9 +158,8 @@ def record(argv: Sequence[str]) -> int:
         for name, value in variables.items():
             print(f"export {name}={shlex.quote(value)}")
         return 0
-    try:  # fail now rather than after a model has been loaded
+    try:
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         print(f"omni-runner record: cannot write to {folder}: {error.strerror}", file=sys.stderr)
         return 2

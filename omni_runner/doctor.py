@@ -1,10 +1,11 @@
 """``omni-runner doctor`` reports what is installed here, and whether the drop-in would be active.
 
-Exit status: 0 active; 1 not active, and the last line says why; 2 wrong usage. Needs neither a GPU nor a model.
+Exit status: 0 active, or active on a condition that the last line names; 1 not active, and the last line says why;
+2 wrong usage. Needs neither a GPU nor a model.
 
 Conditions that cannot be checked here (whether a stage of an unknown pipeline is an AR stage, whether a model opts
-in) do not count against the drop-in: the status is 0, and the report names the condition. A pipeline is also
-unknown if the engine computes its stages, and its deployments are as valid as others.
+in) do not count against the drop-in. A pipeline is also unknown if the engine computes its stages, and its deployments
+are as valid as others.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import logging
 import os
 import platform as host
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from omni_runner import compat
-from omni_runner.cli import file_in_the_way
+from omni_runner.cli import why_unwritable
 from omni_runner.deploy import EngineTraits, StageVerdict, check_bases, check_form, find_pipeline, judge_stages
 from omni_runner.eligibility import prefix_cache_excludes_async
 from omni_runner.errors import SettingsError
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="omni-runner doctor",
         description="What is installed here, and would the drop-in be active? Needs neither a GPU nor a model.",
-        epilog="Exit status: 0 active, 1 not active, 2 wrong usage.",
+        epilog="Exit status: 0 active, or active on a condition that the last line names; 1 not active; 2 wrong usage.",
     )
     parser.add_argument("--deploy", metavar="YAML", type=Path, help="what becomes of each stage of this deployment")
     parser.add_argument("--pipeline", metavar="NAME", help="the pipeline that the YAML is for (qwen3_omni_moe, ...)")
@@ -196,13 +197,24 @@ def examine_switch(enabled: bool, allowed_plugins: str | None) -> Switch:
     """
     if not enabled:
         return Switch(False, "OMNI_RUNNER is not set to 1")
-    points = importlib.metadata.entry_points(group="vllm.general_plugins")
-    names = [point.name for point in points if point.value == ENTRY_POINT]
+    names = [point.name for point in _vllm_plugins() if point.value == ENTRY_POINT]
     if not names:
         return Switch(False, "OMNI_RUNNER is set, but vLLM finds no entry point: install the package with pip")
     if allowed_plugins is not None and names[0] not in allowed_plugins.split(","):
         return Switch(False, f"OMNI_RUNNER is set, but VLLM_PLUGINS does not list {names[0]}")
     return Switch(True, "OMNI_RUNNER is set, and vLLM finds the entry point")
+
+
+def _vllm_plugins() -> Iterable[importlib.metadata.EntryPoint]:
+    return importlib.metadata.entry_points(group="vllm.general_plugins")
+
+
+def _left_out_plugins(allowed_plugins: str | None) -> list[str]:
+    """Return vllm-omni's own plugins that ``VLLM_PLUGINS`` does not list."""
+    if allowed_plugins is None:
+        return []
+    names = [point.name for point in _vllm_plugins() if point.value.startswith("vllm_omni.")]
+    return [name for name in names if name not in allowed_plugins.split(",")]
 
 
 def _examine_environment(report: Report) -> None:
@@ -211,6 +223,11 @@ def _examine_environment(report: Report) -> None:
     names = (*VARIABLES, USER_FILE_VARIABLE)
     report.environment = {name: os.environ[name] for name in names if os.environ.get(name)}
     report.warnings += warnings_of_variables()
+    allowed_plugins = os.environ.get("VLLM_PLUGINS")
+    report.warnings += [
+        f"VLLM_PLUGINS does not list {name}, by which vLLM learns of vllm-omni's models"
+        for name in _left_out_plugins(allowed_plugins)
+    ]
     tuned = os.environ.get(USER_FILE_VARIABLE, "").strip()
     problem = tuned and _tuned_problem(tuned)
     if problem:
@@ -222,13 +239,11 @@ def _examine_environment(report: Report) -> None:
     except SettingsError as error:
         report.problems.append(str(error))
     else:
-        report.switch = examine_switch(settings.enabled, os.environ.get("VLLM_PLUGINS"))
-        obstacle = settings.trace_dir and file_in_the_way(settings.trace_dir)
+        report.switch = examine_switch(settings.enabled, allowed_plugins)
+        obstacle = settings.trace_dir and why_unwritable(settings.trace_dir)
         if obstacle:
             value = os.environ["OMNI_RUNNER_TRACE"]
-            report.warnings.append(
-                f"OMNI_RUNNER_TRACE={value!r}: no trace can be written, {obstacle} is a file, not a folder"
-            )
+            report.warnings.append(f"OMNI_RUNNER_TRACE={value!r}: no trace can be written here, {obstacle}")
 
 
 def _tuned_problem(path: str) -> str:

@@ -13,6 +13,9 @@ from typing import Any
 from omni_runner.errors import SettingsError
 
 _DEFAULT_TRACE_STEPS = 32
+MOST_TRACE_STEPS = 10**9
+_MOST_PINNED_MIB = 1 << 24  # 16 TiB
+_SHOWN = 40  # characters of an invalid number
 _WORDS = {
     "1": True,
     "true": True,
@@ -162,21 +165,30 @@ def _switch(environ: Mapping[str, str], name: str, *, default: bool = False) -> 
     return _WORDS[text.lower()]
 
 
-def _positive(environ: Mapping[str, str], name: str) -> int | None:
+def whole_number(text: str) -> int | None:
+    """Return the number that ASCII digits stand for; None for any other text, or more digits than `int` accepts."""
+    try:
+        return int(text) if text.isascii() and text.isdecimal() else None
+    except ValueError:
+        return None
+
+
+def _positive(environ: Mapping[str, str], name: str, *, most: int) -> int | None:
     text = _text(environ, name)
     if text is None:
         return None
-    if not (text.isascii() and text.isdecimal()) or int(text) == 0:
-        raise SettingsError(f"{name}={text!r}: expected a whole number greater than 0")
-    return int(text)
+    number = whole_number(text)
+    if number is None or not 0 < number <= most:
+        raise SettingsError(f"{name}={text[:_SHOWN]!r}: expected a whole number from 1 to {most}")
+    return number
 
 
 _READERS: dict[str, Callable[[Mapping[str, str], str], Any]] = {
     "OMNI_RUNNER": _switch,
     "OMNI_RUNNER_STRICT": _switch,
-    "OMNI_RUNNER_PINNED_MIB": _positive,
+    "OMNI_RUNNER_PINNED_MIB": partial(_positive, most=_MOST_PINNED_MIB),
     "OMNI_RUNNER_TUNE_PYTHON": partial(_switch, default=True),
     "OMNI_RUNNER_TRACE": _path,
-    "OMNI_RUNNER_TRACE_STEPS": _positive,
+    "OMNI_RUNNER_TRACE_STEPS": partial(_positive, most=MOST_TRACE_STEPS),
     "OMNI_RUNNER_TRACE_SCRUB": _switch,
 }

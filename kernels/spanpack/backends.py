@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from .errors import DeviceError, UnavailableError
+from .errors import DeviceError, InputError, UnavailableError
 from .gather import interpreted, triton_available
 from .stats import Fallbacks
 
@@ -67,11 +67,13 @@ def resolve_backend(backend: Backend, device: torch.device, fallbacks: Fallbacks
 
     Raises
     ------
+    InputError
+        There is no such backend.
     UnavailableError
         The backend was asked for by name and can't run here.
     """
     if backend not in ("auto", "triton", "torch"):
-        raise UnavailableError(f"backend {backend!r}; choose 'auto', 'triton' or 'torch'")
+        raise InputError(f"backend {backend!r}; choose 'auto', 'triton' or 'torch'")
     if backend == "torch" or (backend == "auto" and device.type == "cpu"):
         return False
     if device.type == "cpu" and not interpreted():

@@ -42,5 +42,5 @@ def check_fit(plan: Any, leaves: Any) -> None:
 
 def check_integer(name: str, given: Any, least: int) -> None:
     """Raise unless the argument `name` is an integer of at least `least`."""
-    if not isinstance(given, (int, np.integer)) or given < least:
+    if not isinstance(given, (int, np.integer)) or isinstance(given, bool) or given < least:
         raise InputError(f"{name}={given!r}; give an integer of at least {least}")

@@ -102,7 +102,7 @@ class Packer:
     DeviceError
         The device can't be served, or `copy_stream` is not a stream of it.
     InputError
-        `transport` is unknown, or a limit is not an integer in its range.
+        `backend` or `transport` is unknown, or a limit is not an integer in its range.
 
     Examples
     --------

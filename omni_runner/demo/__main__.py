@@ -16,7 +16,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="omni-runner demo",
         description="Serves prompts with the real engine on the CPU, with the stock runner and with the "
-        "packed one, packs recorded steps of real stages, and compares every payload byte for byte.",
+        "packed one, packs recorded steps of real stages, and compares every payload byte for byte. "
+        "OMNI_RUNNER_* variables have no effect here.",
     )
     parser.add_argument("--prefix-caching", action="store_true", help="the engine with prefix caching")
     parser.add_argument("--chunked-prefill", action="store_true", help="prefill in chunks of 24 tokens")

@@ -100,6 +100,7 @@ def test_options_that_mean_nothing(options: Any) -> None:
     ("options", "message"),
     [
         ({"nbytes": -1}, "nbytes=-1; give an integer of at least 0"),
+        ({"nbytes": True}, "nbytes=True; give an integer of at least 0"),
         ({"nbytes": 1e6}, "nbytes=1000000.0"),
         ({"nbytes": None}, "nbytes=None"),
         ({"nbytes": 1, "slabs": 0}, "slabs=0; give an integer of at least 1"),

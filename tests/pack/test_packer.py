@@ -226,7 +226,7 @@ def test_devices_that_are_not_served(device: str) -> None:
 
 
 def test_backends_that_can_not_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnavailableError, match="backend 'fast'; choose 'auto', 'triton' or 'torch'"):
+    with pytest.raises(InputError, match="backend 'fast'; choose 'auto', 'triton' or 'torch'"):
         Packer("cpu", backend="fast")  # type: ignore[arg-type]
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(UnavailableError, match="only with TRITON_INTERPRET=1"):

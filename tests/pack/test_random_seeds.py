@@ -8,7 +8,7 @@ from tests.support import differential
 from tests.support.random_cases import Case
 
 
-def examples(monkeypatch: pytest.MonkeyPatch, first_seed: str | None) -> list[str]:
+def examples(monkeypatch: pytest.MonkeyPatch, first_seed: int | None) -> list[str]:
     found: list[str] = []
 
     def note(case: Case) -> None:
@@ -26,7 +26,7 @@ def test_examples_by_first_seed(drawn_by: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(differential, "hypothesis", None)
     elif differential.hypothesis is None:
         pytest.skip("hypothesis is not installed")
-    first, again, other = (examples(monkeypatch, seed) for seed in ("20000", "20000", "40000"))
+    first, again, other = (examples(monkeypatch, seed) for seed in (20000, 20000, 40000))
     assert len(first) == 8
     assert first == again
     assert first != other
@@ -35,12 +35,12 @@ def test_examples_by_first_seed(drawn_by: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_neighbours_share_no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(differential, "hypothesis", None)
-    assert not set(examples(monkeypatch, "0")) & set(examples(monkeypatch, "8"))
+    assert not set(examples(monkeypatch, 0)) & set(examples(monkeypatch, 8))
 
 
 def test_a_failure_names_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(differential, "hypothesis", None)
-    monkeypatch.setattr(differential, "FIRST_SEED", "123")
+    monkeypatch.setattr(differential, "FIRST_SEED", 123)
 
     def fail(_: Case) -> None:
         raise AssertionError

@@ -54,13 +54,23 @@ def test_arguments_reach_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == ["--trace", "file", "--version", "--", "-x"]
 
 
-def test_a_missing_part_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("safetensors.torch", "safetensors is not installed (pip install safetensors)"),
+        ("numpy", "numpy is not installed (pip install numpy)"),
+        ("vllm_omni", "vllm_omni is not installed (pip install vllm-omni)"),
+    ],
+)
+def test_a_missing_part_is_one_line(
+    name: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def missing(_: object) -> int:
-        raise ModuleNotFoundError("No module named 'safetensors'", name="safetensors")
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setitem(sys.modules, "omni_runner.demo.__main__", types.SimpleNamespace(main=missing))
     assert cli.main(["demo"]) == 2
-    assert capsys.readouterr().err == "omni-runner demo: safetensors is not installed (pip install safetensors)\n"
+    assert capsys.readouterr().err == f"omni-runner demo: {line}\n"
 
 
 def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +129,9 @@ def test_record_refuses_a_file_as_its_folder(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["record", "--steps", "0"], "--steps: given '0', expected a whole number greater than 0"),
-        (["record", "--steps", "abc"], "--steps: given 'abc', expected a whole number greater than 0"),
+        (["record", "--steps", "0"], "--steps: given '0', expected a whole number from 1 to 1000000000"),
+        (["record", "--steps", "abc"], "--steps: given 'abc', expected a whole number from 1 to"),
+        (["record", "--steps", "9" * 11], f"--steps: given '{'9' * 11}', expected a whole number from 1 to"),
         (["record", "--dir", ""], "--dir: given '', expected a folder"),
         (["replay", "t", "--passes", "-3"], "--passes: given '-3', expected a whole number from 0 to 10000"),
         (["replay", "t", "--passes", "x"], "--passes: given 'x', expected a whole number from 0 to 10000"),

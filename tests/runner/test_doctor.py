@@ -203,6 +203,29 @@ class TestFilesThatVariablesName:
         assert (warnings == []) is is_fine
         assert is_fine or f"{tmp_path / 'file'} is a file, not a folder" in warnings[0]
 
+    @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that nobody can write to")
+    def test_a_folder_for_traces_that_can_not_be_written_to(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("OMNI_RUNNER_TRACE", "/proc/traces")
+        (warning,) = self.warnings(capsys)
+        assert warning.startswith("OMNI_RUNNER_TRACE='/proc/traces': no trace can be written here, ")
+
+    @pytest.mark.parametrize("listed", [True, False])
+    def test_the_plugin_that_tells_vllm_of_the_models(
+        self, listed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        points = [
+            SimpleNamespace(name="omni_runner", value=doctor.ENTRY_POINT),
+            SimpleNamespace(name="models", value="vllm_omni.engine.arg_utils:register"),
+        ]
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
+        monkeypatch.setenv("VLLM_PLUGINS", "omni_runner,models" if listed else "omni_runner")
+        warnings = self.warnings(capsys)
+        assert ["VLLM_PLUGINS does not list models, by which vLLM learns" in line for line in warnings] == [True] * (
+            not listed
+        )
+
 
 @pytest.mark.usefixtures("no_engine")
 @pytest.mark.parametrize(
@@ -304,7 +327,8 @@ class TestWithTheEngine:
     def test_a_pipeline_that_is_not_known(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         file = tmp_path / "a.yaml"
         file.write_text(
-            "pipeline: qwen3_ts\nstages: [{stage_id: 0, worker_cls: omni_runner.PackedGPUARWorker}, {stage_id: 1}]"
+            "pipeline: qwen3_ts\nenable_prefix_caching: false\n"
+            "stages: [{stage_id: 0, worker_cls: omni_runner.PackedGPUARWorker}, {stage_id: 1}]"
         )
         assert doctor.main(["--deploy", str(file)]) == 0
         out = capsys.readouterr().out

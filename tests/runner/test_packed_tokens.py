@@ -83,10 +83,10 @@ def test_nothing_of_a_step_that_fails_after_its_pack_is_kept(monkeypatch):
     path = simulated(rig, runner)
     runner.input_batch.prev_sampled_token_ids = torch.zeros(4, 1)
 
-    def fail() -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("simulated")
 
-    monkeypatch.setattr(runner, "get_omni_connector_output", fail)
+    monkeypatch.setattr(path.output_cls, "__init__", fail)  # what `sample_tokens` calls last, in every version
     with pytest.raises(RuntimeError, match="simulated"):
         sample(runner, hidden, multimodal)
     gc.collect()

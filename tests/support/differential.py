@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 from torch import Tensor
 
 from spanpack import Packer, Plan, flatten
@@ -23,8 +24,18 @@ try:
 except ImportError:  # a GPU host may have only torch and pytest
     hypothesis = None  # type: ignore[assignment]
 
-ASKED = int(os.environ.get("SPANPACK_EXAMPLES", "0"))
-FIRST_SEED = os.environ.get("SPANPACK_FIRST_SEED")
+
+def _number(name: str, least: int) -> int | None:
+    given = os.environ.get(name)
+    if given is None:
+        return None
+    if not given.isdecimal() or int(given) < least:
+        raise pytest.UsageError(f"{name}={given!r}: expected a whole number of at least {least}")
+    return int(given)
+
+
+ASKED = _number("SPANPACK_EXAMPLES", 1)
+FIRST_SEED = _number("SPANPACK_FIRST_SEED", 0)
 
 
 def try_cases(check: Callable[[Case], None], examples: int) -> None:
@@ -35,7 +46,7 @@ def try_cases(check: Callable[[Case], None], examples: int) -> None:
     """
     examples = ASKED or examples
     if hypothesis is None:
-        first = int(FIRST_SEED or 0)
+        first = FIRST_SEED or 0
         for seed in range(first, first + examples):
             try:
                 check(random_case(Random(seed)))
@@ -52,7 +63,7 @@ def try_cases(check: Callable[[Case], None], examples: int) -> None:
         check(case)
 
     if FIRST_SEED is not None:
-        run = hypothesis.seed(int(FIRST_SEED))(run)
+        run = hypothesis.seed(FIRST_SEED)(run)
     run()
 
 
