@@ -13,11 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from omni_runner.settings import MOST_TRACE_STEPS, whole_number
+from omni_runner.settings import MOST_TRACE_STEPS, shortened, whole_number
 
 Main = Callable[[Sequence[str]], int]
 
 _MOST_PASSES = 10_000  # takes minutes; the timings of all steps are kept for the medians
+# Modules that may be missing, and the packages that have them.
+_PACKAGES = {"numpy": "numpy", "safetensors": "safetensors", "torch": "torch", "vllm": "vllm", "vllm_omni": "vllm-omni"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,9 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
         function: Main = getattr(importlib.import_module(module_name), function_name)
         return function(arguments)
     except ModuleNotFoundError as error:
-        missing = str(error.name).partition(".")[0]
-        package = missing.replace("_", "-")
-        print(f"omni-runner {name}: {missing} is not installed (pip install {package})", file=sys.stderr)
+        missing = error.name
+        problem = f"{missing} is not installed (pip install {_PACKAGES[missing]})" if missing in _PACKAGES else error
+        print(f"omni-runner {name}: {problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -100,8 +102,8 @@ def version() -> str:
         return __version__
 
 
-def why_unwritable(folder: Path, *, here: bool = True) -> str:
-    """Return why no file can be written to a folder, which need not exist yet; "" if one can.
+def why_unwritable(folder: Path, *, here: bool = True) -> str | None:
+    """Return why no file can be written to a folder, which need not exist yet; None if one can.
 
     Permissions are checked only if the files will be written by this user on this host (`here`).
     """
@@ -112,15 +114,15 @@ def why_unwritable(folder: Path, *, here: bool = True) -> str:
         if here:
             tempfile.TemporaryFile(dir=present).close()
     except OSError as error:
-        return error.strerror or str(error)
-    return ""
+        return f"{error.strerror} in {present}"
+    return None
 
 
 def _whole_number(parser: argparse.ArgumentParser, option: str, given: str, least: int, most: int) -> int:
     """Return an option's value; the parser rejects anything but a whole number in the range."""
     value = whole_number(given)
     if value is None or not least <= value <= most:
-        parser.error(f"{option}: given {given!r}, expected a whole number from {least} to {most}")
+        parser.error(f"{option}: given {shortened(given)!r}, expected a whole number from {least} to {most}")
     return value
 
 

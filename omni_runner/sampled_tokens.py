@@ -14,6 +14,7 @@ from __future__ import annotations
 import dis
 import logging
 from collections.abc import Mapping
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -52,12 +53,15 @@ VLLM_FIELDS = frozenset(_NO_OTHER_COPIES) | {
 
 
 def stores_only(output_cls: type[Any], fields: frozenset[str]) -> bool:
-    """Whether ``__init__`` of an output class, which will be skipped, stores only these attributes."""
-    try:
-        instructions = dis.get_instructions(output_cls.__init__)
-    except TypeError:  # not written in Python
+    """Whether ``__init__`` of an output class, which will be skipped, stores nothing but some of these attributes.
+
+    False if that cannot be seen: if it is not written in Python, is wrapped, or leaves all the storing to others.
+    """
+    init = output_cls.__init__
+    if not isinstance(init, FunctionType) or hasattr(init, "__wrapped__"):
         return False
-    return {step.argval for step in instructions if step.opname == "STORE_ATTR"} <= fields
+    stored = {step.argval for step in dis.get_instructions(init) if step.opname == "STORE_ATTR"}
+    return bool(stored) and stored <= fields
 
 
 class PromisedTokens:

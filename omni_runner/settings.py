@@ -15,7 +15,7 @@ from omni_runner.errors import SettingsError
 _DEFAULT_TRACE_STEPS = 32
 MOST_TRACE_STEPS = 10**9
 _MOST_PINNED_MIB = 1 << 24  # 16 TiB
-_SHOWN = 40  # characters of an invalid number
+_SHOWN = 40  # characters of an invalid value
 _WORDS = {
     "1": True,
     "true": True,
@@ -173,13 +173,18 @@ def whole_number(text: str) -> int | None:
         return None
 
 
+def shortened(text: str) -> str:
+    """Return a text for an error message, cut after 40 characters."""
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
 def _positive(environ: Mapping[str, str], name: str, *, most: int) -> int | None:
     text = _text(environ, name)
     if text is None:
         return None
     number = whole_number(text)
     if number is None or not 0 < number <= most:
-        raise SettingsError(f"{name}={text[:_SHOWN]!r}: expected a whole number from 1 to {most}")
+        raise SettingsError(f"{name}={shortened(text)!r}: expected a whole number from 1 to {most}")
     return number
 
 

@@ -23,8 +23,16 @@ _NOTES = ("errors", "skipped")
 _COLUMNS = ("step", "sample_tokens", "snapshot", "output_object", "builder", "get_output")
 
 
-def merge(parts: Sequence[Row], commit: str | None = None) -> dict[str, dict[str, Any]]:
-    """Merge results of single stages, measured at `commit`, into `engine` for engine.json and `gap` for gap.json."""
+def merge(parts: Sequence[Row], commit: str | None = None, options: Row | None = None) -> dict[str, dict[str, Any]]:
+    """Merge results of single stages into `engine` for engine.json and `gap` for gap.json.
+
+    Parameters
+    ----------
+    parts
+        What `stage_process` wrote, one for each stage.
+    commit, options
+        What was measured, and with which options of `bench.engine.run`.
+    """
     gpus = sorted({part["gpu"] for part in parts if part["gpu"]})
     engine: dict[str, Any] = {
         "bench": "engine",
@@ -32,6 +40,7 @@ def merge(parts: Sequence[Row], commit: str | None = None) -> dict[str, dict[str
         "date": datetime.date.today().isoformat(),
         "commit": commit,
         "versions": {part["engine"]: part["versions"] for part in parts},
+        "options": {part["engine"]: options for part in parts},
         **{name: [] for name in _LISTS},
     }
     gap: dict[str, Any] = {"bench": "engine_gap", "gpu": engine["gpu"], "stages": {}}
@@ -56,9 +65,10 @@ def join(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
         A folder has no such results, or they can't be read.
     """
     found = [read_engine(folder) for folder in folders]
-    whole: dict[str, Any] = {**found[-1], "versions": {}, **{name: [] for name in _LISTS}}
+    whole: dict[str, Any] = {**found[-1], "versions": {}, "options": {}, **{name: [] for name in _LISTS}}
     for number, result in enumerate(found):
         whole["versions"] |= result["versions"]
+        whole["options"] |= result.get("options", {})
         for name in _LISTS:
             later = {
                 _place(entry, name)
@@ -93,7 +103,7 @@ def summary(result: Row) -> str:
     """Tables of a result as Markdown."""
     lines = [
         f"{result['gpu']}: times in us, p50/p99. `+`: with the sender thread, and nobody takes its chunks (on 0.30",
-        "every put then polls all unread ones); `++`: with a process that takes them, as a next stage does.",
+        "every put then polls up to 64 unread ones); `++`: with a process that takes them, as a next stage does.",
         "",
     ]
     for engine, stage in sorted({(row["engine"], row["stage"]) for row in _all_rows(result)}):
@@ -113,7 +123,8 @@ def summary(result: Row) -> str:
         )
     lines += _not_packed(_all_rows(result))
     unequal = [entry for entry in result["verify"] if entry["difference"]]
-    lines += [f"Hashed passes: {len(result['verify'])}, {len(unequal)} with a difference"]
+    compared = [entry for entry in result["verify"] if entry["variant"] != "stock"]
+    lines += [f"Hashed passes compared with stock's: {len(compared)}, {len(unequal)} with a difference"]
     lines += [f"* {_of(entry)} {entry['variant']} {entry['requests']}: {entry['difference']}" for entry in unequal]
     lines += [
         f"* CHUNKS DIFFER: {_of(entry)} {entry['variant']} {entry['requests']}: {entry['chunk_difference']}"

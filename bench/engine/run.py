@@ -30,6 +30,7 @@ from bench.engine.report import merge, summary
 from bench.engine.stages import EXTRAS, STAGES, VARIANTS
 from bench.json_file import write_json
 
+_NOTED_OPTIONS = ("stages", "requests", "variants", "rounds", "seconds", "extras")
 SECONDS_APART = 4.0  # between two starts: an engine measures the GPU's free memory while it starts
 GRACE_S = 15.0
 # Shares of the remaining time while all stages still have the phase to do: thinker has the most to measure.
@@ -192,7 +193,8 @@ class Session:
     def write(self) -> dict[str, Any]:
         """Write what the stages have measured so far."""
         parts = [json.loads(child.result.read_text()) for child in self.children if child.result.exists()]
-        found = merge(parts, self.args.commit or commit_of(REPOSITORY))
+        options = {name: value for name, value in vars(self.args).items() if name in _NOTED_OPTIONS}
+        found = merge(parts, self.args.commit or commit_of(REPOSITORY), options)
         engines = {part["stage"]: part["engine"] for part in parts}
         for name, notes in (("errors", self.failures), ("skipped", self.skipped)):
             found["engine"][name] += [{"engine": engines.get(note["stage"], "?"), **note} for note in notes]

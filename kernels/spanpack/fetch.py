@@ -12,6 +12,7 @@ from ._runtime import TorchRuntime, load_runtime
 from .backends import resolve_device
 from .errors import ClosedError, LeafError
 from .flight import Fetched, Flight
+from .leaf_memory import why_unpackable
 from .pool import HostPool
 
 _BUDGET_BYTES = 1 << 24
@@ -73,9 +74,10 @@ class Fetcher:
             with runtime.as_current():
                 return self.fetch(source)
         if not _is_plain(source, runtime.device):
+            why = f", which {why_unpackable(source)}" if isinstance(source, Tensor) and why_unpackable(source) else ""
             raise LeafError(
-                f"given {_describe(source)}; expected a contiguous tensor with elements on {runtime.device}, neither "
-                "sparse nor quantized, and with conjugation and negation resolved"
+                f"given {_describe(source)}{why}; expected a contiguous tensor with elements on {runtime.device}, "
+                "neither sparse nor quantized, and with conjugation and negation resolved"
             )
         nbytes = source.nbytes
         with self._lock:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .columns import MOST_ROWS, ColumnSpec, Int64Array, PieceFacts
 from .errors import LeafError, PlacementError
-from .leaf_memory import NESTED
+from .leaf_memory import WHY_NOT_NESTED
 from .leaf_table import LeafLooks
 from .plan import Column, Plan, Route
 from .segments import Part
@@ -60,7 +60,7 @@ def _check_kinds(leaves: Any, columns: Any) -> None:
         if not isinstance(leaf, Tensor):
             raise LeafError(f"leaf {index} is a {type(leaf).__name__}; give a tensor")
         if leaf.is_nested:
-            raise LeafError(f"leaf {index} {NESTED}")
+            raise LeafError(f"leaf {index} {WHY_NOT_NESTED}")
     if not isinstance(columns, Iterable):
         raise PlacementError(f"columns are a {type(columns).__name__}; give a sequence of ColumnSpec")
 

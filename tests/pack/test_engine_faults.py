@@ -53,7 +53,7 @@ def _freed_view(leaf: torch.Tensor) -> torch.Tensor:
 
 def test_a_tensor_without_memory_is_an_error_rather_than_a_wild_read(rig: Rig) -> None:
     leaf = Wrapper(numbers(1))
-    with pytest.raises(LeafError, match="leaf 0, a Wrapper, has no memory of its own"):
+    with pytest.raises(LeafError, match="leaf 0 is a Wrapper without memory of its own"):
         rig.pack(leaf)
     assert rig.device.launches == 0
     assert rig.pool.in_use == 0
@@ -63,12 +63,12 @@ def test_a_tensor_without_memory_is_an_error_rather_than_a_wild_read(rig: Rig) -
 @pytest.mark.parametrize(
     ("model", "make", "message"),
     [
-        (torch.clone, _freed, "leaf 0, a Tensor, has no memory of its own: its storage was freed; pack it before"),
-        (torch.clone, _freed_view, "leaf 0, a Tensor, has no memory of its own: its storage was freed; pack it before"),
+        (torch.clone, _freed, "leaf 0 is a Tensor whose storage was freed or shrunk; pack it before"),
+        (torch.clone, _freed_view, "leaf 0 is a Tensor whose storage was freed or shrunk; pack it before"),
         (
             lambda leaf: torch.nn.Parameter(leaf.float()),
             lambda leaf: Wrapper(leaf.float()),
-            "leaf 0, a Wrapper, has no memory of its own: it stands for other tensors; pack those",
+            "leaf 0 is a Wrapper without memory of its own; give the tensors it stands for",
         ),
     ],
     ids=["freed", "freed view", "wrapper"],

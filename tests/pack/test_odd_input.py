@@ -177,16 +177,18 @@ def test_a_leaf_that_was_freed_after_its_plan_was_made(layout: str) -> None:
     leaf, freed = (views[layout](torch.ones(4, 4)) for _ in range(2))
     packer.pack({"x": leaf}, batch)
     freed.untyped_storage().resize_(0)
-    with pytest.raises(LeafError, match="leaf 0, a Tensor, has no memory of its own: its storage was freed; pack"):
+    with pytest.raises(LeafError, match="leaf 0 is a Tensor whose storage was freed or shrunk; pack it before"):
         packer.pack({"x": freed}, batch)
     assert torch.equal(packer.pack({"x": leaf}, batch).views()["a"]["x"], leaf)
 
 
-@pytest.mark.parametrize("first_row", [0, 4], ids=["whole", "view"])
-def test_a_leaf_that_was_freed_before_its_plan_was_made(first_row: int) -> None:
+@pytest.mark.parametrize(
+    ("first_row", "left_bytes"), [(0, 0), (4, 0), (4, 8 * 16 - 1)], ids=["whole", "view", "shrunk"]
+)
+def test_a_leaf_that_was_freed_before_its_plan_was_made(first_row: int, left_bytes: int) -> None:
     freed = torch.ones(8, 4)[first_row : first_row + 4]
-    freed.untyped_storage().resize_(0)
-    with pytest.raises(LeafError, match="'x' is a Tensor whose storage was freed; pack it before it is freed"):
+    freed.untyped_storage().resize_(left_bytes)
+    with pytest.raises(LeafError, match="'x' is a Tensor whose storage was freed or shrunk; pack it before"):
         Packer("cpu").pack({"x": freed}, Batch(["a"], [4]))
 
 
@@ -226,6 +228,16 @@ def test_nor_was_it_made_for_a_nested_one() -> None:
     plan = make_plan([LEAF], [ColumnSpec.whole(0, LEAF)])
     with pytest.raises(LeafError, match="leaf 0 is a nested tensor"):
         Packer("cpu").run(plan, [_nested(torch.jagged)])
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
+def test_a_nested_leaf_in_the_place_of_one_that_torch_has_no_guard_for(layout: torch.layout) -> None:
+    packer, batch = Packer("cpu"), Batch(["a"], [4])
+    for _ in range(3):
+        packer.pack({"x": torch.nn.Parameter(torch.zeros(4, 4))}, batch)
+    with pytest.raises(LeafError, match="'x' is a nested tensor; give the list of its parts"):
+        packer.pack({"x": _nested(layout)}, batch)
 
 
 @pytest.mark.parametrize("plan", [None, "plan", LEAF], ids=["none", "text", "tensor"])

@@ -200,7 +200,7 @@ def test_columns_of_other_integers_than_int64() -> None:
 def test_columns_that_are_made_one_by_one_while_the_plan_is_made(convert: Callable[..., Any]) -> None:
     """Each is gone before the next is made, which then gets its memory."""
     leaf = torch.arange(100)
-    specs = (ColumnSpec(np.array([0]), convert([7 * i]), convert([1 + i % 2])) for i in range(12))
+    specs = (ColumnSpec(0, convert([7 * i]), convert([1 + i % 2])) for i in range(12))
     snapshot = Packer("cpu").run(make_plan([leaf], specs), [leaf])  # type: ignore[arg-type]
     found = [snapshot.column(i).tolist() for i in range(12)]
     assert found == [list(range(7 * i, 7 * i + 1 + i % 2)) for i in range(12)]

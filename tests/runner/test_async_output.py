@@ -338,6 +338,16 @@ def test_what_stores_something_unknown_is_made_by_the_engine_alone(engine_cls, t
     assert ran_on != ["test-builder"]
 
 
+def test_nor_are_tokens_packed_for_it(thread):
+    class Newer(VllmOutput):
+        def __init__(self, **given):
+            self._background_thread = None
+            self.news = given
+
+    assert make_async_output_cls(Newer, thread, SampledTokens())._sampled_tokens is None
+    assert make_async_output_cls(OmniOutput, thread, SampledTokens())._sampled_tokens is not None
+
+
 def test_nothing_of_a_step_outlives_it(packed_cls):
     class Payload:
         pass

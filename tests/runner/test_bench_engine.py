@@ -288,15 +288,22 @@ def made_up_row(variant: str, sender: bool, tokens_per_s: float, step: dict[str,
     }  # fmt: skip
 
 
+def with_handover(row: dict[str, Any], p50: float) -> dict[str, Any]:
+    return {**row, "snapshot_us": figures(p50, 9000), "output_object_us": figures(p50, 9000)}
+
+
 @pytest.fixture
 def result() -> dict[str, Any]:
     part = {
-        "engine": "0.30", "stage": "thinker", "gpu": "G", "versions": {}, "verify": [], "skipped": [], "errors": [],
+        "engine": "0.30", "stage": "thinker", "gpu": "G", "versions": {}, "skipped": [], "errors": [],
+        "verify": [{"variant": variant, "requests": 64, "difference": None, "chunk_difference": None}
+                   for variant in VARIANTS],
         "gap": {},
         "rows": [made_up_row(variant, False, 5000, figures(12_000, 14_000)) for variant in VARIANTS]
-        + [made_up_row(variant, True, 2500, figures(20_000, 60_000)) for variant in VARIANTS],
+        + [with_handover(made_up_row(variant, True, 2500, figures(20_000, 60_000)), p50)
+           for variant, p50 in zip(VARIANTS, (2000, 2000, 2000, 800), strict=True)],
         "consumed": [
-            made_up_row("stock", True, 3000, figures(16_000, 30_000)),
+            with_handover(made_up_row("stock", True, 3000, figures(16_000, 30_000)), 8000),
             made_up_row("stock_batched_clones", True, 4000, figures(14_000, 20_000)),
             made_up_row("ours", True, 4800, figures(12_300, 14_000)),
         ],
@@ -325,6 +332,12 @@ class TestReport:
         assert line("tokens/s with the sender, ours / batched clones") == [">= 1", "1.00", "yes", "1.20", "yes"]
         assert line("sample_tokens, stock / ours") == [">= 2", "5.00", "yes", "-", ""]
         assert line("step p99 with an unbounded backlog / without, ours") == ["<= 1.2", "1.10", "yes", "-", ""]
+        assert line("snapshot + output object, stock / ours") == [">= 5", "5.00", "yes", "-", ""]
+        what = "snapshot + output object with the sender, stock / ours"
+        assert line(what) == [">= 5", "2.50", "NO", "10.00", "yes"]
+
+    def test_stock_is_not_compared_with_itself(self, result: dict[str, Any]) -> None:
+        assert "Hashed passes compared with stock's: 3, 0 with a difference" in summary(result).splitlines()
 
     def test_the_table_has_both(self, result: dict[str, Any]) -> None:
         ours = [line for line in summary(result).splitlines() if line.startswith("| 64 | ours")]
@@ -371,6 +384,8 @@ def test_joined_results_take_a_number_of_requests_from_one_call(tmp_path: Path) 
         folder = tmp_path / name
         folder.mkdir()
         head = {"bench": "engine", "gpu": "G", "commit": name, "versions": {}}
+        if name == "b":
+            head["options"] = {"0.30": {"rounds": 3}}
         (folder / "engine.json").write_text(json.dumps({**head, "rows": rows, **lists}))
         (folder / "gap.json").write_text(json.dumps({"bench": "engine_gap", "gpu": "G", "stages": {}}))
         return folder
@@ -379,3 +394,4 @@ def test_joined_results_take_a_number_of_requests_from_one_call(tmp_path: Path) 
     assert [(row["requests"], row["commit"]) for row in joined["rows"]] == [(8, "a")] * 2 + [(64, "b")] * 2
     assert [entry["commit"] for entry in joined["backlog"]] == ["a"]
     assert [entry["what"] for entry in joined["skipped"]] == ["something of b"]
+    assert joined["options"] == {"0.30": {"rounds": 3}}

@@ -57,9 +57,10 @@ def test_arguments_reach_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("safetensors.torch", "safetensors is not installed (pip install safetensors)"),
-        ("numpy", "numpy is not installed (pip install numpy)"),
+        ("safetensors", "safetensors is not installed (pip install safetensors)"),
         ("vllm_omni", "vllm_omni is not installed (pip install vllm-omni)"),
+        ("vllm_omni.worker.gone", "No module named 'vllm_omni.worker.gone'"),  # of a package that is there
+        ("yaml", "No module named 'yaml'"),  # of a package with another name
     ],
 )
 def test_a_missing_part_is_one_line(
@@ -103,6 +104,17 @@ def test_record_runs_a_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert Path(environ["OMNI_RUNNER_TRACE"]) == Path.cwd() / "traces"
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that nobody can write to")
+@pytest.mark.parametrize("command", [[], ["--", "true"]], ids=["exports", "command"])
+def test_record_to_a_folder_that_only_another_host_may_write_to(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["record", "--dir", "/proc/traces", *command]) == (2 if command else 0)
+    captured = capsys.readouterr()
+    assert ("export OMNI_RUNNER_TRACE=/proc/traces" in captured.out) == (not command)
+    assert ("cannot write to /proc/traces: " in captured.err and " in /proc" in captured.err) == bool(command)
+
+
 def test_record_of_a_command_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["record", "--dir", str(tmp_path), "--", "no-such-program"]) == 2
     assert "cannot run no-such-program" in capsys.readouterr().err
@@ -136,7 +148,7 @@ def test_record_refuses_a_file_as_its_folder(
         (["replay", "t", "--passes", "-3"], "--passes: given '-3', expected a whole number from 0 to 10000"),
         (["replay", "t", "--passes", "x"], "--passes: given 'x', expected a whole number from 0 to 10000"),
         (["replay", "t", "--passes", "9" * 23], f"--passes: given '{'9' * 23}', expected a whole number from 0 to"),
-        (["replay", "t", "--passes", "9" * 5000], "expected a whole number from 0 to 10000"),
+        (["replay", "t", "--passes", "9" * 5000], f"given '{'9' * 40}...', expected a whole number from 0 to 10000"),
         (["replay", "t", "--device", "cpu:1"], "--device: given 'cpu:1', expected cpu, cuda or cuda:N"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from copy import copy as shallow_copy
 from types import SimpleNamespace
 from typing import Any
@@ -185,13 +186,29 @@ def test_the_installed_engines_output_is_known(vllm_output_cls: type[Any]) -> No
 
 
 def test_an_output_that_stores_more_is_not() -> None:
+    class Known:
+        def __init__(self) -> None:
+            self.vocab_size = 1
+
     class Other:
         def __init__(self) -> None:
             self.vocab_size = 1
             self.news = 2
 
+    class Wrapped:
+        @functools.wraps(Known.__init__)
+        def __init__(self) -> None:
+            self.vocab_size = 1
+
+    class Elsewhere:
+        def __init__(self) -> None:
+            vars(self).update(news=2)
+
     assert not stores_only(Other, VLLM_FIELDS)
     assert not stores_only(object, VLLM_FIELDS)
+    assert not stores_only(Wrapped, VLLM_FIELDS)
+    assert not stores_only(Elsewhere, VLLM_FIELDS)
+    assert stores_only(Known, VLLM_FIELDS)
     assert stores_only(Other, VLLM_FIELDS | {"news"})
 
 

@@ -27,7 +27,7 @@ except ImportError:  # a GPU host may have only torch and pytest
 
 def _number(name: str, least: int) -> int | None:
     given = os.environ.get(name)
-    if given is None:
+    if not given:
         return None
     if not given.isdecimal() or int(given) < least:
         raise pytest.UsageError(f"{name}={given!r}: expected a whole number of at least {least}")
