@@ -15,7 +15,8 @@ import pytest
 
 from omni_runner import doctor
 from omni_runner.deploy import StageVerdict
-from omni_runner.doctor import Report, Switch, as_json, as_text, examine_switch
+from omni_runner.doctor import examine_switch
+from omni_runner.doctor_report import Report, Switch, as_json, as_text
 from spanpack.config import SHIPPED_FILES
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "deploy"
