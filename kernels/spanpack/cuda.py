@@ -165,7 +165,8 @@ class CudaEngine:
         table = resident.table
         try:
             if (table is None or table.known != addresses) and min(addresses) < SUSPECT_ADDRESS:
-                check_memory(leaves, plan.use.kernel)  # was there at the first pack, but may have been freed since
+                # It was there at the first pack, but may have been freed since.
+                check_memory(leaves, [index for index in plan.use.kernel if addresses[index] < SUSPECT_ADDRESS])
             if table is not None and table.update(addresses, stream, flight):
                 self.uploads += 1
             resident.launch(slab.address, stream, addresses)

@@ -12,7 +12,7 @@ from ._runtime import TorchRuntime, load_runtime
 from .backends import resolve_device
 from .errors import ClosedError, LeafError
 from .flight import Fetched, Flight
-from .leaf_memory import why_unpackable
+from .leaf_memory import SUSPECT_ADDRESS, why_unpackable
 from .pool import HostPool
 
 _BUDGET_BYTES = 1 << 24
@@ -74,9 +74,10 @@ class Fetcher:
             with runtime.as_current():
                 return self.fetch(source)
         if not _is_plain(source, runtime.device):
-            why = f", which {why_unpackable(source)}" if isinstance(source, Tensor) and why_unpackable(source) else ""
+            why_not = why_unpackable(source) if isinstance(source, Tensor) else None
+            which = f", which {why_not}" if why_not else ""
             raise LeafError(
-                f"given {_describe(source)}{why}; expected a contiguous tensor with elements on {runtime.device}, "
+                f"given {_describe(source)}{which}; expected a contiguous tensor with elements on {runtime.device}, "
                 "neither sparse nor quantized, and with conjugation and negation resolved"
             )
         nbytes = source.nbytes
@@ -119,8 +120,7 @@ def _is_plain(source: Tensor, device: torch.device) -> bool:
         and source.is_contiguous()
         and not (source.is_conj() or source.is_neg() or source.is_quantized or source.is_nested)
         and source.numel() > 0
-        and source.data_ptr() != 0
-        and source.untyped_storage().nbytes() != 0
+        and (source.data_ptr() >= SUSPECT_ADDRESS or why_unpackable(source) is None)
     )
 
 

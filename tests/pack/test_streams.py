@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -71,28 +70,25 @@ def test_the_gather_waits_for_an_event_and_the_host_does_not(rig: Rig, packer: P
     assert_same(snapshot.column(0), numbers(2))
 
 
-def test_a_wait_is_queued_with_the_device_of_the_packer_current(
-    rig: Rig, packer: Packer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Handle 0, the default stream, is the current device's."""
-    currents: list[str] = []
-    current = ["another"]
+def test_a_pack_while_another_device_is_current(rig: Rig, packer: Packer) -> None:
+    """The simulated device takes no work while another one is current."""
+    leaf = numbers(1)
+    rig.device.current = 1
+    snapshot = packer.run(whole(leaf), [leaf])
+    assert rig.device.current == 1
+    assert_same(snapshot.column(0), leaf)
 
-    @contextmanager
-    def as_current() -> Iterator[None]:
-        before, current[0] = current[0], "the packer's"
-        yield
-        current[0] = before
 
-    monkeypatch.setattr(rig.device, "as_current", as_current)
-    stream_wait = rig.device.stream_wait
-    monkeypatch.setattr(rig.device, "stream_wait", lambda *given: (currents.append(current[0]), stream_wait(*given))[1])
+def test_a_wait_is_queued_with_the_device_of_the_packer_current(rig: Rig, packer: Packer) -> None:
+    """The simulated device takes no work while another one is current."""
     written = FakeEvent(rig.device)
     rig.device.record(written, OTHER)
     leaf = numbers(1)
-    packer.run(whole(leaf), [leaf], **behind(after=written)).wait()
-    assert currents[0] == "the packer's"
-    assert current == ["another"]
+    rig.device.current = 1
+    snapshot = packer.run(whole(leaf), [leaf], **behind(after=written))
+    assert rig.device.current == 1
+    assert_same(snapshot.column(0), leaf)
+    assert rig.device.stream_waits == 1
 
 
 def test_an_event_and_a_stream_together(rig: Rig, packer: Packer) -> None:

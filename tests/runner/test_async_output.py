@@ -338,13 +338,6 @@ def test_what_stores_something_unknown_is_made_by_the_engine_alone(engine_cls, t
     assert ran_on != ["test-builder"]
 
 
-def test_the_engine_as_it_is_stores_nothing_unknown(engine_cls, thread, caplog):
-    packed_cls = make_async_output_cls(engine_cls, thread, SampledTokens())
-    assert packed_cls.builder_thread is thread
-    assert packed_cls._sampled_tokens is not None
-    assert not caplog.records
-
-
 def test_nor_are_tokens_packed_for_it(thread):
     class Newer(VllmOutput):
         def __init__(self, **given):
@@ -352,6 +345,13 @@ def test_nor_are_tokens_packed_for_it(thread):
             self.news = given
 
     assert make_async_output_cls(Newer, thread, SampledTokens())._sampled_tokens is None
+
+
+def test_the_engine_as_it_is_stores_nothing_unknown(engine_cls, thread, caplog):
+    packed_cls = make_async_output_cls(engine_cls, thread, SampledTokens())
+    assert packed_cls.builder_thread is thread
+    assert packed_cls._sampled_tokens is not None
+    assert not caplog.records
 
 
 def test_nothing_of_a_step_outlives_it(packed_cls):

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -104,15 +105,19 @@ def test_record_runs_a_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert Path(environ["OMNI_RUNNER_TRACE"]) == Path.cwd() / "traces"
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that nobody can write to")
 @pytest.mark.parametrize("command", [[], ["--", "true"]], ids=["exports", "command"])
 def test_record_to_a_folder_that_only_another_host_may_write_to(
-    command: list[str], capsys: pytest.CaptureFixture[str]
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["record", "--dir", "/proc/traces", *command]) == (2 if command else 0)
+    def refuse(dir: Path) -> None:
+        raise PermissionError(13, "Permission denied", dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    folder = tmp_path / "new"
+    assert cli.main(["record", "--dir", str(folder), *command]) == (2 if command else 0)
     captured = capsys.readouterr()
-    assert ("export OMNI_RUNNER_TRACE=/proc/traces" in captured.out) == (not command)
-    assert ("cannot write to /proc/traces: " in captured.err and " in /proc" in captured.err) == bool(command)
+    assert (f"export OMNI_RUNNER_TRACE={folder}" in captured.out) == (not command)
+    assert (f"cannot write to {folder}: Permission denied in {tmp_path}" in captured.err) == bool(command)
 
 
 def test_record_of_a_command_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import ctypes
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,9 @@ class FakeDevice:
     ----------
     stream
         Handle of the current stream.
+    current
+        Index of the calling thread's current device; None, the index of the CPU, is this device's own. Nothing may be
+        queued while another one is current: a handle of 0 would be another device's default stream.
     launches, copies, uploads, stream_waits, host_waits
         How often each has been requested.
     held
@@ -68,6 +71,7 @@ class FakeDevice:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.stream = 1
+        self.current: int | None = None
         self.launches = self.copies = self.uploads = self.stream_waits = self.host_waits = self.events_made = 0
         self.refuse_memory = False
         self.held: list[torch.Tensor] = []
@@ -80,11 +84,16 @@ class FakeDevice:
     def current_stream(self) -> int:
         return self.stream
 
-    def current_device(self) -> None:
-        """Return None, the index of the CPU."""
+    def current_device(self) -> int | None:
+        return self.current
 
-    def as_current(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def as_current(self) -> Iterator[None]:
+        before, self.current = self.current, None
+        try:
+            yield
+        finally:
+            self.current = before
 
     @contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:
@@ -194,6 +203,7 @@ class FakeDevice:
         return not any(self._queues.values())
 
     def _queue(self, stream: int, work: Callable[[], Any], ready: Callable[[], bool] = lambda: True) -> None:
+        assert self.current is None, "queued while another device is current"
         self._queues[stream].append((ready, work))
 
 
